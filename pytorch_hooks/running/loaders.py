@@ -13,6 +13,7 @@ from ckptless.daemon.protocol import messages as m
 from ckptless.daemon.protocol.errors import UsageError
 from ckptless.pytorch_hooks.agent_session.session import Session
 from ckptless.pytorch_hooks.cursor import Cursors
+from ckptless.pytorch_hooks.elastic.exact import Exact
 
 if TYPE_CHECKING:
     from ckptless.pytorch_hooks.data.ring_reader import RingFeed
@@ -33,6 +34,8 @@ class Loaders:
         self._rank = self._generation = self._stopped = 0
         # The most ranks that an elastic job may have; 0 of another job.
         self._most_ranks = 0
+        # Of a job that is exact.
+        self.exact: Exact | None = None
         # Those that take their batches from the ring, and their ends of it.
         self._fed: dict[str, tuple[Any, RingFeed]] = {}
         # `stop` looks through them while the main thread may add one.
@@ -65,6 +68,8 @@ class Loaders:
         """See Run.batches."""
         if hasattr(loader, "on_event"):
             loader.on_event = self._tell
+        if self.exact is not None:
+            self.exact.deal(loader)
         if self._most_ranks:
             _check_elastic(loader, self._most_ranks)
         if isinstance(loader, DataLoader) and loader.num_workers and loader.persistent_workers:

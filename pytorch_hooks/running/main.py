@@ -16,6 +16,7 @@ from ckptless.pytorch_hooks.agent_session.session import Session
 from ckptless.pytorch_hooks.commit.cadence import Cadence, checked
 from ckptless.pytorch_hooks.commit.copying import Wanted, checked_overlap
 from ckptless.pytorch_hooks.devices import accelerator
+from ckptless.pytorch_hooks.elastic.exact import Exact
 from ckptless.pytorch_hooks.errors import CollectiveFailed, DeviceLost, GenerationEnded
 from ckptless.pytorch_hooks.process_groups.groups import ProcessGroups
 from ckptless.pytorch_hooks.running import standalone
@@ -38,6 +39,7 @@ def run(  # noqa: PLR0913  # what a user may say, by keywords
     commit_every: int | Literal["auto"] = 1,
     commit_budget: float = 0.01,
     overlap: Wanted = "off",
+    exact: Exact | None = None,
     abort: Hook | None = None,
     finalize: Hook | None = None,
     health_check: Hook | None = None,
@@ -57,6 +59,9 @@ def run(  # noqa: PLR0913  # what a user may say, by keywords
     returns ("off"). With "on" a rank to whose parameters anything but `optimizer.step` writes in between
     loses that step, and copies in order from then on.
 
+    `exact`: have `run.exact.step` give the same bits for any number of ranks from 1 to `exact.virtual_ranks`.
+    It must be the same for the job's life.
+
     After a fault, in each process that lives: `abort()` is called in a thread at once, `finalize()` and then
     `health_check()` when its device is idle. Where one of them raises, or takes too long (`abort` 10 s, the
     others 30 s), the process is replaced. In a spare `warmup()` is called while it waits, once its device is
@@ -65,11 +70,15 @@ def run(  # noqa: PLR0913  # what a user may say, by keywords
     hooks = UserHooks(abort, finalize, health_check, warmup).checked()
     checked(commit_every, commit_budget)
     checked_overlap(overlap)
+    if exact is not None:
+        exact.checked()
     socket_name = env.read().agent_socket
     if socket_name is None:
-        standalone.run(train)
+        standalone.run(train, exact)
         return
-    _Worker(socket_name, train, (commit_every, commit_budget), overlap, hooks).run()
+    worker = _Worker(socket_name, train, (commit_every, commit_budget), overlap, hooks)
+    worker.be_exact(exact)
+    worker.run()
 
 
 class _Worker:
@@ -93,6 +102,10 @@ class _Worker:
         cadence = Cadence(self._groups, *commits)
         self._run = Run(self._session, self._groups, cadence, overlap, train, hooks)
         self._session.on_stop = self._stop
+
+    def be_exact(self, exact: Exact | None) -> None:
+        """Give the script's steps the same bits for any number of ranks; before `run`."""
+        self._run.exactly = self._run.loaders.exact = exact
 
     def _stop(self, generation: int) -> None:
         """Free the main thread from whatever it waits for, in the listener's."""

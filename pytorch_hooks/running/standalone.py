@@ -10,6 +10,8 @@ from ckptless.daemon.protocol.errors import UsageError
 from ckptless.pytorch_hooks import env
 from ckptless.pytorch_hooks.cursor import Cursors
 from ckptless.pytorch_hooks.elastic import batches
+from ckptless.pytorch_hooks.elastic.exact import Exact, ExactSteps, begin
+from ckptless.pytorch_hooks.elastic.sums import Share
 from ckptless.pytorch_hooks.state import State
 from ckptless.pytorch_hooks.torch_private import calls as torch_private
 
@@ -20,11 +22,20 @@ class StandaloneRun:
     generation = 1
     spare = False
 
-    def __init__(self) -> None:
+    def __init__(self, exact: Exact | None = None) -> None:
         found = env.read()
         self.rank, self.local_rank, self.world_size = found.rank, found.local_rank, found.world_size
         self.step = 0
         self._cursor = Cursors()
+        self._exact = exact
+        self._exact_steps: ExactSteps | None = None
+        if exact is not None:
+            exact.check_ranks(self.world_size)
+
+    @property
+    def exact(self) -> ExactSteps:
+        """See Run."""
+        return exact_steps(self._exact_steps)
 
     @property
     def epoch(self) -> int:
@@ -39,13 +50,20 @@ class StandaloneRun:
 
     def keep(self, build: Callable[[], State]) -> State:
         """See Run."""
-        return checked_state(build())
+        state = checked_state(build())
+        if self._exact is not None:
+            share = Share(self.rank, self.world_size, self._exact.virtual_ranks)
+            self._exact_steps = ExactSteps(self._exact, state, share, lambda: self.step)
+            begin(self._exact)
+        return state
 
     def compare(self, where: str = "") -> None:
         """See Run; nothing is compared here."""
 
     def batches(self, loader: Iterable[Any], epochs: int = 1, *, name: str = "") -> Iterator[Any]:
         """See Run."""
+        if self._exact is not None:
+            self._exact.deal(loader)
         return self._cursor.batches(loader, epochs, name)
 
     def local_batch(self, batch_size: int) -> int:
@@ -71,6 +89,16 @@ class StandaloneRun:
         return self.step
 
 
+def exact_steps(found: ExactSteps | None) -> ExactSteps:
+    """Return what `run.exact` is. Raises UsageError where there is none."""
+    if found is None:
+        raise UsageError(
+            "run.exact is there after run.keep, in a job that is started with "
+            "ckptless.run(train, exact=ckptless.Exact(virtual_ranks=...))"
+        )
+    return found
+
+
 def checked_state(built: object) -> State:
     """Return what `build` has made. Raises UsageError where that is no State."""
     if not isinstance(built, State):
@@ -78,20 +106,21 @@ def checked_state(built: object) -> State:
     return built
 
 
-def run(train: Callable[[Any], object]) -> None:
+def run(train: Callable[[Any], object], exact: Exact | None = None) -> None:
     """Call `train` once, with the process group that torchrun's variables describe, or a world of one."""
     made = not dist.is_initialized()
     if made:
         _init_process_group()
     try:
-        train(StandaloneRun())
+        train(StandaloneRun(exact))
     finally:
         if made:
             dist.destroy_process_group()
 
 
 def _init_process_group() -> None:
-    backend = "nccl" if torch.cuda.is_available() else "gloo"
+    # With one for the CPU, as there is under an agent.
+    backend = "cpu:gloo,cuda:nccl" if torch.cuda.is_available() else "gloo"
     if env.read().launched:
         dist.init_process_group(backend)
     else:

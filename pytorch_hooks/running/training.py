@@ -27,13 +27,15 @@ from ckptless.pytorch_hooks.devices.arrival import DeviceNumber
 from ckptless.pytorch_hooks.devices.memory import MemoryWatch
 from ckptless.pytorch_hooks.elastic import batches
 from ckptless.pytorch_hooks.elastic import cut as cutting
+from ckptless.pytorch_hooks.elastic.exact import Exact, ExactSteps, begin, check_saved
 from ckptless.pytorch_hooks.elastic.memory import FormerStep
-from ckptless.pytorch_hooks.elastic.recut import Recut, recut
+from ckptless.pytorch_hooks.elastic.recut import Place, Recut, recut
+from ckptless.pytorch_hooks.elastic.sums import Share
 from ckptless.pytorch_hooks.process_groups.groups import ProcessGroups
 from ckptless.pytorch_hooks.process_groups.models import Buckets, Sharded
 from ckptless.pytorch_hooks.running import twin_comparison
 from ckptless.pytorch_hooks.running.loaders import Loaders
-from ckptless.pytorch_hooks.running.standalone import checked_state
+from ckptless.pytorch_hooks.running.standalone import checked_state, exact_steps
 from ckptless.pytorch_hooks.running.user_hooks import NO_HOOKS, UserHooks
 from ckptless.pytorch_hooks.running.warming import Warmed, warm
 from ckptless.pytorch_hooks.saving.load import load
@@ -123,6 +125,9 @@ class Run:
         # Whether what this process writes has been read back.
         self._read_back = False
         self.loaders = Loaders(session, lambda: groups.calls, self._shared)
+        # What `ckptless.run` was told of it, and the steps of the present generation.
+        self.exactly: Exact | None = None
+        self._exact: ExactSteps | None = None
         # Whether `keep` was called in this generation.
         self._has_state = False
         # Of the twins on this node one writes the tensors.
@@ -231,6 +236,11 @@ class Run:
         """Whether `keep` has given the state in this generation."""
         return self._has_state
 
+    @property
+    def exact(self) -> ExactSteps:
+        """Steps with the same bits for any number of ranks. UsageError where they were not asked for."""
+        return exact_steps(self._exact)
+
     def on_recovery(self, function: Callable[["Run"], None]) -> None:
         """Call `function(run)` when the state is back after a fault.
 
@@ -253,6 +263,9 @@ class Run:
         if self._part is None:
             self._was_spare = env.read().rank < 0
         self._part, self._has_state, self._compared, self._commits = part, False, 0, 0
+        self._exact = None
+        if self.exactly is not None:
+            self.exactly.check_ranks(self._most_ranks)
         self._on_recovery.clear()
         self._on_resize.clear()
         job_key.learn(part.cache_key)
@@ -357,11 +370,16 @@ class Run:
             refuse(state)
             self._groups.mark()
             self._built = _Kept.of(state, self.rank, self.world_size)
+        if self.exactly is not None:
+            share = Share(self.rank, self.world_size, self.exactly.virtual_ranks)
+            self._exact = ExactSteps(self.exactly, self._kept.state, share, lambda: self._step)
         alike = self._kept.twins
         # None named: all ranks.
         ranks = () if len(alike) == self.world_size else alike
         self._session.send(m.Twins(generation=part.generation, ranks=ranks))
         if part.restore_step is None:
+            if self.exactly is not None:
+                begin(self.exactly)
             if resume := env.read().resume:
                 self._resume(Path(resume))
             self._compare_all("before the first step")
@@ -419,7 +437,8 @@ class Run:
         if view.step != found.step:
             raise RecoveryError(f"the record of step {found.step} says it is of step {view.step}")
         self._restore(found.record, structs.replace(view, layout=found.layout), found.payload, recut=True)
-        if found.of_rank != self.rank:
+        # In an exact job what is drawn outside of virtual ranks is the same everywhere.
+        if found.of_rank != self.rank and self.exactly is None:
             branch(found.record, found.other, self._kept.state, self.rank)
 
     def _go_on_from(self, step: int, former_size: int | None = None) -> None:
@@ -438,6 +457,7 @@ class Run:
 
         `recut`: it is one of another number of ranks, its tensors cut for this one.
         """
+        check_saved(view.exact, self.exactly)
         self._kept.tensors.unpack(payload, view.layout)
         self._kept.buckets.renew(view.ddp_layouts)
         restore(record, self._kept.state)
@@ -653,7 +673,8 @@ class Run:
         if self._writes:
             written = self._copying.write(kept.tensors, step, self.generation, self._shard, self.rank)
         began = time.monotonic()
-        made = draft(kept.state, step, self.loaders.committed(), kept.buckets.layouts, kept.tensors)
+        exact = None if self.exactly is None else self.exactly.words
+        made = draft(kept.state, step, self.loaders.committed(), kept.buckets.layouts, kept.tensors, exact)
         record = made.finish() if made.is_whole else b""
         self._tell_many(kept.look, time.monotonic() - began, made)
         own = kept.tensors.spans(watch_of(kept.state).recorded) if self._writes else ()

@@ -76,6 +76,13 @@ def _look(parameters: Iterable[torch.Tensor], _new: object = None) -> None:
             one.__dict__[_WATCHED] = True
 
 
+def look(parameters: Iterable[torch.Tensor]) -> None:
+    """Do what is done before a backward pass, for one that begins without the gradients that are there."""
+    for parameter in parameters:
+        if _WATCHED in parameter.__dict__:
+            _look([parameter])
+
+
 def check_used(state: State, *, pending: bool = False) -> None:
     """Raise UsageError where the next step may depend on a gradient: one written since an optimizer used it.
 

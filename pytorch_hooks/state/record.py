@@ -28,12 +28,16 @@ DdpLayouts = dict[str, list[list[int]]]
 
 
 class RecordView(msgspec.Struct, frozen=True):
-    """The record's own description: its step, data cursor, DDP's buckets and the tensors' layout then."""
+    """The record's own description: its step, data cursor, DDP's buckets and the tensors' layout then.
+
+    `exact`: of a job whose bits do not depend on the number of ranks, the virtual ones' number and seed.
+    """
 
     step: int
     cursor: Any
     ddp_layouts: DdpLayouts
     layout: Layout
+    exact: tuple[int, int] | None = None
 
 
 class Described(msgspec.Struct, frozen=True):
@@ -69,6 +73,7 @@ class _Record(msgspec.Struct, forbid_unknown_fields=True):
     attributes: attributes.Saved
     extra: dict[str, bytes]
     rng: bytes
+    exact: tuple[int, int] | None = None
 
 
 def capture(
@@ -77,13 +82,14 @@ def capture(
     cursor: object = None,
     ddp_layouts: DdpLayouts | None = None,
     tensors: TensorSet | None = None,
+    exact: tuple[int, int] | None = None,
 ) -> bytes:
     """Make the record of `step`, between two steps: after `optimizer.step()` (and `scaler.update()`).
 
-    `cursor` is any plain tree; `tensors` saves a walk where it has just looked at `state`. UsageError for
-    what cannot be saved, with its place. Waits for what a device has of it.
+    `cursor` is any plain tree; `tensors` saves a walk where it has just looked at `state`; `exact`: see
+    RecordView. UsageError for what cannot be saved, with its place. Waits for what a device has of it.
     """
-    return draft(state, step, cursor, ddp_layouts, tensors).finish()
+    return draft(state, step, cursor, ddp_layouts, tensors, exact).finish()
 
 
 class Draft:
@@ -120,6 +126,7 @@ def draft(
     cursor: object = None,
     ddp_layouts: DdpLayouts | None = None,
     tensors: TensorSet | None = None,
+    exact: tuple[int, int] | None = None,
 ) -> Draft:
     """Do as `capture`; what is on a device is copied behind the training, and completes the record later."""
     parts = parts_of(state)
@@ -152,6 +159,7 @@ def draft(
             for prefix, module in tree_of(state).with_extra_state()
         },
         rng=codec.pack(rng.capture()),
+        exact=exact,
     )
     return Draft(made, buffers, scalers, arrival)
 
@@ -266,6 +274,7 @@ def _view(record: _Record) -> RecordView:
         cursor=codec.unpack(record.cursor),
         ddp_layouts=record.ddp_layouts,
         layout=layout.unpack(record.layout),
+        exact=record.exact,
     )
 
 

@@ -100,6 +100,34 @@ def branch(other: object, number: int) -> None:
         torch.get_device_module(mine["kind"]).manual_seed_all(seed)
 
 
+def seed(number: int) -> None:
+    """Seed all generators that `capture` reads, the present device's among them, by 64 bits."""
+    random.seed(number)
+    torch.default_generator.manual_seed(number)
+    numpy: Any = sys.modules.get("numpy")
+    if numpy is not None:
+        numpy.random.seed(number % (1 << 32))
+    device = accelerator.in_use()
+    if device is not None:
+        torch.get_device_module(device).manual_seed(number)
+
+
+def digest(state: dict[str, Any]) -> int:
+    """Return a digest of what `capture` has read, of devices of the present one: 63 bits."""
+    hasher = xxhash.xxh3_64()
+    version, words, gauss = state["python"]
+    hasher.update(repr((version, gauss)).encode())
+    hasher.update(words)
+    hasher.update(raw.to_bytes(state["torch_cpu"]))
+    numpy = state["numpy"]
+    if numpy is not None:
+        hasher.update(numpy["state"]["key"].tobytes())
+        hasher.update(repr((numpy["state"]["pos"], numpy["has_gauss"], numpy["gauss"])).encode())
+    if state["cuda"]:
+        hasher.update(raw.to_bytes(state["cuda"][state["cuda_current"]]))
+    return hasher.intdigest() >> 1
+
+
 def _restore_numpy(state: dict[str, Any] | None) -> None:
     if state is None:
         return

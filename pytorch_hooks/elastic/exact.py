@@ -1,0 +1,346 @@
+"""A training step with the same bits for any number of ranks: it is computed by virtual ranks, one by one.
+
+What a virtual rank computes depends on its part of the global batch and on its random numbers, and these on
+its number, the step and the seed: on nothing that a real rank has for itself. What they have computed is
+added up in an order that their number alone decides (`tree`). So nothing has to move where the number of real
+ranks changes.
+"""
+
+import struct
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager, suppress
+from dataclasses import dataclass
+from importlib import import_module
+from typing import Any, TypeAlias
+
+import torch
+import xxhash
+from torch.nn.parallel import DistributedDataParallel
+
+from ckptless.daemon.protocol.errors import UsageError
+from ckptless.pytorch_hooks.elastic.sums import Flats, Packing, Share, add, gather_single, sum_all
+from ckptless.pytorch_hooks.elastic.tree import Node, block, fold
+from ckptless.pytorch_hooks.state import State, gradients, private, rng
+from ckptless.pytorch_hooks.state.objects import every_parameter, tree_of
+from ckptless.pytorch_hooks.state.walk import shown
+
+MOST_VIRTUAL_RANKS = 4096
+
+Forward: TypeAlias = Callable[[Any], torch.Tensor]
+"""Takes a virtual rank's part of a batch, and gives the mean loss over it."""
+
+
+@dataclass(frozen=True)
+class Exact:
+    """How many virtual ranks a job has for its whole life, and the seed of their random numbers.
+
+    At least as many as the job may ever have real ranks; best a multiple of each number that it may have.
+    """
+
+    virtual_ranks: int
+    seed: int = 0
+
+    def checked(self) -> "Exact":
+        """Return it. Raises UsageError where a number cannot be."""
+        numbers = type(self.virtual_ranks) is int and type(self.seed) is int
+        if not numbers or not 1 <= self.virtual_ranks <= MOST_VIRTUAL_RANKS or abs(self.seed) >= 1 << 63:
+            raise UsageError(f"{self}: virtual_ranks is 1 to {MOST_VIRTUAL_RANKS}, and seed a 64-bit number")
+        return self
+
+    @property
+    def words(self) -> tuple[int, int]:
+        """What each committed step says of it, and the next one must say, too."""
+        return self.virtual_ranks, self.seed
+
+    def check_ranks(self, most_ranks: int) -> None:
+        """Raise UsageError where the job may have more ranks than virtual ones."""
+        if most_ranks > self.virtual_ranks:
+            raise UsageError(
+                f"the job may have {most_ranks} ranks, and exact={self} has fewer virtual ones: each rank "
+                "needs one at least"
+            )
+
+    def deal(self, loader: Any) -> None:
+        """Have a loader give the parts of virtual ranks. Raises UsageError where it cannot."""
+        if not hasattr(loader, "deal_virtually"):
+            raise UsageError(
+                f"the job is exact, and a {type(loader).__name__} cannot deal its batches to virtual ranks: "
+                "take ckptless.data.MappedLoader, or give run.exact.step a list of parts of your own making, "
+                "without run.batches"
+            )
+        loader.deal_virtually(self.virtual_ranks)
+
+
+def check_saved(saved: tuple[int, int] | None, now: Exact | None) -> None:
+    """Raise UsageError where a step was committed by a job that was exact in another way, or not at all."""
+    if saved != (None if now is None else now.words):
+        was = "not exact" if saved is None else f"exact=Exact(virtual_ranks={saved[0]}, seed={saved[1]})"
+        is_now = "not exact" if now is None else f"exact={now}"
+        raise UsageError(f"the step was committed by a job that was {was}, and this one is {is_now}")
+
+
+class ExactSteps:
+    """What `run.exact` is: the steps of one process, in one generation. Main thread only.
+
+    `step()`: the newest step that is done. Raises UsageError for a model that cannot be trained this way.
+    """
+
+    def __init__(self, how: Exact, state: State, share: Share, step: Callable[[], int]) -> None:
+        self._how, self._state, self._share, self._step = how, state, share, step
+        # Which call this is since the newest step that is done.
+        self._at, self._call = -1, 0
+        self._packing: Packing | None = None
+        self._packed: list[int] = []
+        _refuse(state)
+        self._watched = [
+            (prefix, module)
+            for prefix, module in tree_of(state).modules()
+            if private.buffers_of(module) or isinstance(module, torch.nn.SyncBatchNorm)
+        ]
+
+    @property
+    def virtual_ranks(self) -> range:
+        """The numbers of the virtual ranks that this process has, as many as a batch has parts here."""
+        return block(self._share.rank, self._share.ranks, self._share.virtual)
+
+    def step(
+        self,
+        parts: Sequence[Any],
+        forward: Forward,
+        *,
+        weights: Sequence[float] | None = None,
+        scaler: Any = None,
+    ) -> torch.Tensor:
+        """Compute the gradients of one global batch, and return its mean loss (no dimensions, no gradient).
+
+        `parts`: what this process has of it, one part for each of its virtual ranks. `forward(part)` gives
+        the mean loss over a part. `weights`: what each part counts; if nothing is said its number of samples,
+        by the first dimension of its first tensor. `scaler`: a GradScaler, where there is one.
+
+        Gradients are added to those that are there. Every rank calls it, each time with the next global
+        batch. What `forward` draws (dropout) is the virtual rank's own; what is drawn elsewhere must be the
+        same on all ranks. Raises UsageError, GenerationEnded, CollectiveFailed.
+        """
+        counts = self._weights(parts, weights)
+        parameters = [tensor for _name, tensor in every_parameter(self._state) if tensor.requires_grad]
+        outside = rng.capture()
+        gradients.look(parameters)
+        if (these := list(map(id, parameters))) != self._packed:
+            self._packing, self._packed = None, these
+        present = [False] * len(parameters)
+        with self._alone(parameters, outside):
+            leaves = self._leaves(zip(parts, counts, strict=True), (forward, scaler), parameters, present)
+            mine = fold(self._how.virtual_ranks, leaves, add)
+        present, total = self._agree(present, counts, rng.digest(outside))
+        flats = sum_all(self._share, mine)
+        for flat in flats:
+            flat.div_(total)
+        assert self._packing is not None
+        *found, loss = self._packing.unpack(flats)
+        for parameter, gradient, there in zip(parameters, found, present, strict=True):
+            if there:
+                _give(parameter, gradient)
+        return loss.view(())
+
+    # ----------------------------------------------------------------------------- virtual ranks, one by one
+
+    def _weights(self, parts: Sequence[Any], weights: Sequence[float] | None) -> list[float]:
+        """Return what each part counts. Raises UsageError."""
+        here = self.virtual_ranks
+        if not isinstance(parts, (list, tuple)) or len(parts) != len(here):
+            given = f"{len(parts)} of them" if isinstance(parts, (list, tuple)) else type(parts).__name__
+            raise UsageError(
+                f"exact.step takes a list of parts, one for each of this rank's {len(here)} virtual ranks, "
+                f"as run.batches gives it: this is {given}"
+            )
+        found = [float(w) for w in (map(_size, parts) if weights is None else weights)]
+        if len(found) != len(here) or not all(0 <= w < float("inf") for w in found):
+            raise UsageError(f"exact.step: weights must be {len(here)} numbers that are not negative")
+        return found
+
+    def _leaves(
+        self,
+        parts: Iterator[tuple[Any, float]],
+        how: tuple[Forward, Any],
+        parameters: Sequence[torch.Tensor],
+        present: list[bool],
+    ) -> Iterator[tuple[Node, Flats]]:
+        """Give what each virtual rank has computed; note which parameters have had a gradient."""
+        forward, scaler = how
+        at = self._next_call()
+        for number, (part, weight) in zip(self.virtual_ranks, parts, strict=True):
+            rng.seed(xxhash.xxh3_64_intdigest(struct.pack("<qqqq", self._how.seed, *at, number)))
+            versions = self._versions()
+            loss = _checked(forward(part)) * weight
+            (loss if scaler is None else scaler.scale(loss)).backward()
+            self._check_buffers(versions)
+            found = [parameter.grad for parameter in parameters]
+            if any(grad is not None and grad.layout != torch.strided for grad in found):
+                raise UsageError("exact.step adds up no sparse gradients: take sparse=False in embeddings")
+            value = loss.detach().to(torch.promote_types(loss.dtype, torch.float32)).view(1)
+            if self._packing is None:
+                self._packing = Packing([*parameters, value])
+            yield Node(number, number + 1), self._packing.pack([*found, value])
+            for index, parameter in enumerate(parameters):
+                present[index] |= found[index] is not None
+                parameter.grad = None
+
+    def _next_call(self) -> tuple[int, int]:
+        """Return which call this is: the step that is done, and the number of calls since then."""
+        step = self._step()
+        self._call = self._call + 1 if step == self._at else 0
+        self._at = step
+        return step, self._call
+
+    @contextmanager
+    def _alone(self, parameters: Sequence[torch.Tensor], outside: dict[str, Any]) -> Iterator[None]:
+        """Put gradients aside and back again, and random numbers back that are none of a virtual rank."""
+        before = [parameter.grad for parameter in parameters]
+        for parameter in parameters:
+            parameter.grad = None
+        try:
+            yield
+        finally:
+            for parameter, grad in zip(parameters, before, strict=True):
+                parameter.grad = grad
+            rng.restore(outside)
+
+    # ---------------------------------------------------------------------------------------- all ranks
+
+    def _agree(self, present: list[bool], counts: list[float], drawn: int) -> tuple[list[bool], float]:
+        """Return which parameters have a gradient on any rank, and what all parts count together.
+
+        Raises UsageError where ranks are not at the same call, or have drawn other numbers.
+        """
+        share = self._share
+        assert self._packing is not None
+        told = xxhash.xxh3_64_intdigest(f"{self._at} {self._call} {self._packing.described}".encode()) >> 1
+        room = -(-share.virtual // share.ranks)
+        words = [told, drawn, *_bits(present), *_longs(counts + [0.0] * (room - len(counts)))]
+        rows = self._gather(words)
+        if any(row[0] != told for row in rows):
+            raise UsageError(
+                "exact.step: ranks are not at the same call of the same step with the same parameters"
+            )
+        if any(row[1] != drawn for row in rows):
+            raise UsageError(
+                "exact.step: ranks have drawn different random numbers outside of it: seed and draw the same "
+                "on all ranks, or draw in `forward`"
+            )
+        every = [
+            weight
+            for rank, row in enumerate(rows)
+            for weight in _doubles(row[-room:])[: len(block(rank, share.ranks, share.virtual))]
+        ]
+        # One after the other, whoever has them.
+        if not (total := sum(every)) > 0:
+            raise UsageError("exact.step: the parts of this batch count nothing together")
+        masks = [row[2 : len(row) - room] for row in rows]
+        return [any(mask[i // 63] >> i % 63 & 1 for mask in masks) for i in range(len(present))], total
+
+    def _gather(self, words: list[int]) -> list[list[int]]:
+        """Return every rank's words, all on the CPU: no device is waited for."""
+        if self._share.ranks == 1:
+            return [words]
+        found = torch.empty(self._share.ranks * len(words), dtype=torch.int64)
+        gather_single(found, torch.tensor(words, dtype=torch.int64))
+        rows: list[list[int]] = found.view(self._share.ranks, -1).tolist()
+        return rows
+
+    # ------------------------------------------------------------------------------------------ buffers
+
+    def _versions(self) -> list[tuple[int, int]]:
+        """Look at all buffers before a forward pass. Raises UsageError where it would write to some."""
+        for prefix, module in self._watched:
+            name, kind = shown(prefix), type(module).__name__
+            if isinstance(module, torch.nn.SyncBatchNorm) and module.training:
+                raise UsageError(
+                    f"{name} is a {kind}, whose sums over ranks have another order for any number"
+                )
+            if module.training and private.buffers_of(module).get("running_mean") is not None:
+                raise UsageError(
+                    f"{name} is a {kind} that is trained, and its running statistics depend on the order in "
+                    "which parts come: an exact job needs it with track_running_stats=False or in eval mode, "
+                    "or GroupNorm or LayerNorm in its place"
+                )
+        return [(id(one), -1 if one is None else private.version(one)) for _name, one in self._buffers()]
+
+    def _check_buffers(self, before: list[tuple[int, int]]) -> None:
+        """Raise UsageError where a virtual rank has left something in a buffer for the next one."""
+        for (name, one), known in zip(self._buffers(), before, strict=True):
+            if (id(one), -1 if one is None else private.version(one)) != known:
+                raise UsageError(
+                    f"{name} is a buffer that the forward or backward pass writes to: what it has would "
+                    "depend on which virtual ranks this rank has"
+                )
+
+    def _buffers(self) -> Iterator[tuple[str, torch.Tensor | None]]:
+        for prefix, module in self._watched:
+            for key, one in private.buffers_of(module).items():
+                yield shown(prefix + key), one
+
+
+def begin(how: Exact) -> None:
+    """Seed the generators for what is drawn outside of virtual ranks, on all ranks alike, as a job begins."""
+    # Imported later, it would begin with another state on each rank.
+    with suppress(ImportError):
+        import_module("numpy")
+    rng.seed(xxhash.xxh3_64_intdigest(struct.pack("<q", how.seed)))
+
+
+def _refuse(state: State) -> None:
+    for prefix, module in tree_of(state).modules():
+        if isinstance(module, DistributedDataParallel):
+            raise UsageError(
+                f"{shown(prefix)} is a DistributedDataParallel, which adds up gradients in an order that "
+                "depends on the number of ranks: in an exact job give the State the plain module"
+            )
+    for name, parameter in every_parameter(state):
+        if private.placed(parameter) is not None:
+            raise UsageError(f"{shown(name)} is a DTensor, and exact trains models that every rank has whole")
+
+
+def _checked(loss: object) -> torch.Tensor:
+    if not isinstance(loss, torch.Tensor) or loss.numel() != 1 or not loss.is_floating_point():
+        raise UsageError("exact.step: `forward` gives the mean loss over a part, a tensor of one number")
+    return loss.view(())
+
+
+def _size(part: Any) -> int:
+    """Return the number of samples of a part. Raises UsageError where that does not show."""
+    found = _first(part)
+    if found is None:
+        raise UsageError("exact.step: a part has no tensor that tells its number of samples: give weights")
+    return found
+
+
+def _first(value: Any) -> int | None:
+    if isinstance(value, torch.Tensor):
+        return len(value) if value.dim() else None
+    values = value.values() if isinstance(value, dict) else value if isinstance(value, (list, tuple)) else ()
+    return next((size for one in values if (size := _first(one)) is not None), None)
+
+
+def _give(parameter: torch.Tensor, gradient: torch.Tensor) -> None:
+    """Add a gradient to a parameter's."""
+    if parameter.grad is None:
+        parameter.grad = gradient
+    else:
+        with torch.no_grad():
+            parameter.grad.add_(gradient)
+
+
+def _bits(flags: list[bool]) -> list[int]:
+    """Return flags as words of 63 bits, least significant first."""
+    return [
+        sum(1 << bit for bit, flag in enumerate(flags[begin : begin + 63]) if flag)
+        for begin in range(0, len(flags), 63)
+    ]
+
+
+def _longs(numbers: list[float]) -> list[int]:
+    return list(struct.unpack(f"<{len(numbers)}q", struct.pack(f"<{len(numbers)}d", *numbers)))
+
+
+def _doubles(words: list[int]) -> list[float]:
+    return list(struct.unpack(f"<{len(words)}d", struct.pack(f"<{len(words)}q", *words)))

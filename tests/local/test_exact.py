@@ -1,0 +1,118 @@
+"""An exact job has the same bits, whatever happens to it: those of one process alone."""
+
+from __future__ import annotations
+
+import functools
+import json
+import os
+import signal
+import subprocess
+import sys
+import tempfile
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from .localrun import Job, wait_until
+
+pytestmark = pytest.mark.timeout(300)
+
+SCRIPT = Path(__file__).with_name("exact_script.py")
+STEPS, DEADLINE_S = 200, 150.0
+# Bits depend on it: the agents of a machine's nodes share its cores, a process alone would take all.
+THREADS = {"OMP_NUM_THREADS": "1"}
+
+
+def seen(folder: Path) -> dict[int, set[str]]:
+    """Of each step what any rank had on it: loss, what was drawn outside, digest of the state."""
+    found: dict[int, set[str]] = {}
+    for step, _world, loss, jitter, _numbers, digest in _lines(folder):
+        found.setdefault(step, set()).add(f"{loss} {jitter} {digest}")
+    return found
+
+
+def worlds(folder: Path) -> set[int]:
+    return {line[1] for line in _lines(folder)}
+
+
+def _lines(folder: Path) -> list[Any]:
+    lines = [
+        line for path in folder.glob("seen-*.txt") for line in path.read_text().splitlines(keepends=True)
+    ]
+    # Whoever is killed may be in the middle of one.
+    return [json.loads(line) for line in lines if line.endswith("\n")]
+
+
+@functools.cache
+def alone() -> dict[int, set[str]]:
+    """The run of one process, without a launcher; made once."""
+    with tempfile.TemporaryDirectory(prefix="ckptless-exact-") as scratch:
+        out = Path(scratch) / "out"
+        words = [sys.executable, str(SCRIPT), str(STEPS), str(out)]
+        subprocess.run(words, env={**os.environ, **THREADS}, cwd=scratch, check=True, timeout=DEADLINE_S)
+        found = seen(out)
+    assert sorted(found) == list(range(1, STEPS + 1))
+    assert all(len(lines) == 1 for lines in found.values())
+    return found
+
+
+def run(home: Path, nodes: int, during: Callable[[Job], None], *options: object) -> None:
+    """A local run of so many nodes; its every step is that of the process alone."""
+    words = ["--nodes", nodes, "--max-stall", 60, "--tee", "none", "--job", "exact", *options]
+    env = {**THREADS, "EXACT_SLEEP_S": "0.3" if options else "0"}
+    (home / "out").mkdir(parents=True)
+    with Job(home, words, [SCRIPT, STEPS, home / "out"], env) as job:
+        during(job)
+        (home / "out" / "fast").touch()
+        job.ended(0, DEADLINE_S)
+        found, wanted = seen(home / "out"), alone()
+        wrong = {step: lines for step, lines in found.items() if lines != wanted.get(step)}
+        assert not wrong, f"{sorted(wrong.items())[:3]}\n{job.story()}"
+        assert found.keys() == wanted.keys()
+
+
+def reached(job: Job, ranks: int) -> None:
+    wait_until(lambda: ranks in worlds(job.home / "out"), DEADLINE_S, job)
+
+
+def resize(job: Job, nodes: int) -> None:
+    words: list[object] = ["--state-dir", job.state_dir, "resize", "exact", "--nodes", nodes]
+    ckptctl = Path(sys.executable).with_name("ckptctl")
+    subprocess.run([str(ckptctl), *map(str, words)], check=True, timeout=30)
+
+
+@pytest.mark.parametrize("nodes", [4, pytest.param(3, marks=pytest.mark.slow)])
+def test_a_job_has_the_bits_of_one_process(tmp_path: Path, nodes: int) -> None:
+    run(tmp_path, nodes, lambda _job: None)
+    assert worlds(tmp_path / "out") == {nodes}
+
+
+def test_resized(tmp_path: Path) -> None:
+    def during(job: Job) -> None:
+        reached(job, 4)
+        for nodes in (2, 1):
+            resize(job, nodes)
+            reached(job, nodes)
+        steps = max(seen(tmp_path / "out"))
+        resize(job, 4)
+        wait_until(
+            lambda: any(line[0] > steps and line[1] == 4 for line in _lines(tmp_path / "out")), 60, job
+        )
+
+    run(tmp_path, 4, during, "--min-nodes", 1, "--scale-up-after", 1)
+    assert {1, 2, 4} <= worlds(tmp_path / "out")
+
+
+def test_a_node_is_lost(tmp_path: Path) -> None:
+    def during(job: Job) -> None:
+        reached(job, 4)
+        for what in ("daemon", "agent"):
+            pid = job.pid_of(2, what)
+            assert pid is not None
+            os.kill(pid, signal.SIGKILL)
+        reached(job, 3)
+
+    run(tmp_path, 4, during, "--min-nodes", 1, "--step", 1)
+    assert {3, 4} <= worlds(tmp_path / "out")
