@@ -252,7 +252,7 @@ class ExactSteps:
     def _versions(self) -> list[tuple[int, int]]:
         """Look at all buffers before a forward pass. Raises UsageError where it would write to some."""
         for prefix, module in self._watched:
-            name, kind = shown(prefix), type(module).__name__
+            name, kind = shown(f"m:{prefix}"), type(module).__name__
             if isinstance(module, torch.nn.SyncBatchNorm) and module.training:
                 raise UsageError(
                     f"{name} is a {kind}, whose sums over ranks have another order for any number"
@@ -277,7 +277,7 @@ class ExactSteps:
     def _buffers(self) -> Iterator[tuple[str, torch.Tensor | None]]:
         for prefix, module in self._watched:
             for key, one in private.buffers_of(module).items():
-                yield shown(prefix + key), one
+                yield shown(f"b:{prefix}{key}"), one
 
 
 def begin(how: Exact) -> None:
@@ -292,8 +292,8 @@ def _refuse(state: State) -> None:
     for prefix, module in tree_of(state).modules():
         if isinstance(module, DistributedDataParallel):
             raise UsageError(
-                f"{shown(prefix)} is a DistributedDataParallel, which adds up gradients in an order that "
-                "depends on the number of ranks: in an exact job give the State the plain module"
+                f"{shown(f'm:{prefix}')} is a DistributedDataParallel, which adds up gradients in an order "
+                "that depends on the number of ranks: in an exact job give the State the plain module"
             )
     for name, parameter in every_parameter(state):
         if private.placed(parameter) is not None:

@@ -22,7 +22,7 @@ from typing import Any, NoReturn
 
 ROOT = Path(__file__).resolve().parents[2]
 ROOM = "tests.torch"
-SCENARIOS = ("fabric_scenarios", "resize_scenarios", "sharded_scenarios")
+SCENARIOS = ("exact_scenarios", "fabric_scenarios", "resize_scenarios", "sharded_scenarios")
 START_S = 100.0
 END = "end"
 

@@ -223,6 +223,40 @@ def test_other_replicas_have_the_same_global_order() -> None:
     assert samples(2, one.state_dict()) == whole[2:]
 
 
+@pytest.mark.parametrize("kind", SOURCES)
+@pytest.mark.parametrize("workers", [0, 2])
+def test_virtual_ranks_have_their_parts_wherever_they_are(
+    kind: str, workers: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Each part is what a replica of as many has, its random numbers among them."""
+    virtual, shuffle = 5, kind == "map"
+    alone = [
+        make(SOURCES[kind](), workers=0, shuffle=shuffle, replica=v, replicas=virtual) for v in range(virtual)
+    ]
+    wanted = [list(parts) for parts in zip(*alone, strict=True)]
+    for ranks in (1, 2, 3, 5):
+        monkeypatch.setenv("WORLD_SIZE", str(ranks))
+        found: list[list[Any]] = [[] for _ in wanted]
+        for rank in range(ranks):
+            monkeypatch.setenv("RANK", str(rank))
+            loader = make(SOURCES[kind](), workers=workers, shuffle=shuffle)
+            loader.deal_virtually(virtual)
+            for batch, parts in zip(found, run(loader, 1), strict=True):
+                batch += parts
+        assert found == wanted
+
+
+def test_what_cannot_be_dealt_to_virtual_ranks_is_refused() -> None:
+    with pytest.raises(UsageError, match="leave replica and replicas out"):
+        make(replica=0, replicas=2).deal_virtually(4)
+    with pytest.raises(UsageError, match="give MappedLoader the dataset"):
+        MappedLoader(DataLoader(Numbers(), batch_size=2)).deal_virtually(4)
+    loader = make(workers=0)
+    loader.deal_virtually(7)
+    with pytest.raises(UsageError, match="6 samples are not enough for 7"):
+        next(iter(loader))
+
+
 def test_more_replicas_than_the_last_batch_has_samples() -> None:
     with pytest.raises(UsageError, match="5 samples for 6 replicas: set drop_last=True"):
         next(iter(make(workers=0, replica=0, replicas=6)))
