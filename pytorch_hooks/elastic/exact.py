@@ -18,7 +18,7 @@ import xxhash
 from torch.nn.parallel import DistributedDataParallel
 
 from ckptless.daemon.protocol.errors import UsageError
-from ckptless.pytorch_hooks.elastic.sums import Flats, Packing, Share, add, gather_single, sum_all
+from ckptless.pytorch_hooks.elastic.sums import Flats, Packing, Share, Sum, add, gather_single
 from ckptless.pytorch_hooks.elastic.tree import Node, block, fold
 from ckptless.pytorch_hooks.state import State, gradients, private, rng
 from ckptless.pytorch_hooks.state.objects import every_parameter, tree_of
@@ -131,8 +131,10 @@ class ExactSteps:
         with self._alone(parameters, outside):
             leaves = self._leaves(zip(parts, counts, strict=True), (forward, scaler), parameters, present)
             mine = fold(self._how.virtual_ranks, leaves, add)
-        present, total = self._agree(present, counts, rng.digest(outside))
-        flats = sum_all(self._share, mine)
+        told = self._tell(present, counts, rng.digest(outside))
+        summing = Sum(self._share, mine)
+        present, total = self._agree(told, len(parameters))
+        flats = summing.finish()
         for flat in flats:
             flat.div_(total)
         assert self._packing is not None
@@ -207,18 +209,26 @@ class ExactSteps:
 
     # ---------------------------------------------------------------------------------------- all ranks
 
-    def _agree(self, present: list[bool], counts: list[float], drawn: int) -> tuple[list[bool], float]:
-        """Return which parameters have a gradient on any rank, and what all parts count together.
+    def _tell(self, present: list[bool], counts: list[float], drawn: int) -> "_Told":
+        """Tell all ranks where this one is, which parameters have a gradient here, and what parts count."""
+        assert self._packing is not None
+        place = xxhash.xxh3_64_intdigest(f"{self._at} {self._call} {self._packing.described}".encode()) >> 1
+        weights = counts + [0.0] * (self._room - len(counts))
+        return _Told([place, drawn, *_bits(present), *_longs(weights)], self._share.ranks)
+
+    @property
+    def _room(self) -> int:
+        """The most virtual ranks that one real rank has."""
+        return -(-self._share.virtual // self._share.ranks)
+
+    def _agree(self, told: "_Told", count: int) -> tuple[list[bool], float]:
+        """Return which of `count` parameters have a gradient on any rank, and what all parts count together.
 
         Raises UsageError where ranks are not at the same call, or have drawn other numbers.
         """
-        share = self._share
-        assert self._packing is not None
-        told = xxhash.xxh3_64_intdigest(f"{self._at} {self._call} {self._packing.described}".encode()) >> 1
-        room = -(-share.virtual // share.ranks)
-        words = [told, drawn, *_bits(present), *_longs(counts + [0.0] * (room - len(counts)))]
-        rows = self._gather(words)
-        if any(row[0] != told for row in rows):
+        share, room, rows = self._share, self._room, told.heard()
+        place, drawn = told.words[:2]
+        if any(row[0] != place for row in rows):
             raise UsageError(
                 "exact.step: ranks are not at the same call of the same step with the same parameters"
             )
@@ -236,16 +246,7 @@ class ExactSteps:
         if not (total := sum(every)) > 0:
             raise UsageError("exact.step: the parts of this batch count nothing together")
         masks = [row[2 : len(row) - room] for row in rows]
-        return [any(mask[i // 63] >> i % 63 & 1 for mask in masks) for i in range(len(present))], total
-
-    def _gather(self, words: list[int]) -> list[list[int]]:
-        """Return every rank's words, all on the CPU: no device is waited for."""
-        if self._share.ranks == 1:
-            return [words]
-        found = torch.empty(self._share.ranks * len(words), dtype=torch.int64)
-        gather_single(found, torch.tensor(words, dtype=torch.int64))
-        rows: list[list[int]] = found.view(self._share.ranks, -1).tolist()
-        return rows
+        return [any(mask[i // 63] >> i % 63 & 1 for mask in masks) for i in range(count)], total
 
     # ------------------------------------------------------------------------------------------ buffers
 
@@ -278,6 +279,25 @@ class ExactSteps:
         for prefix, module in self._watched:
             for key, one in private.buffers_of(module).items():
                 yield shown(f"b:{prefix}{key}"), one
+
+
+class _Told:
+    """Words on their way to all ranks, on the CPU: no device is waited for."""
+
+    def __init__(self, words: list[int], ranks: int) -> None:
+        self.words, self._ranks = words, ranks
+        self._sent = torch.tensor(words, dtype=torch.int64)
+        self._found = torch.empty(ranks, len(words), dtype=torch.int64)
+        self._work = gather_single(self._found.view(-1), self._sent, async_op=True) if ranks > 1 else None
+
+    def heard(self) -> list[list[int]]:
+        """Return every rank's words. Raises GenerationEnded, CollectiveFailed."""
+        if self._work is None:
+            return [self.words]
+        # no deadline: the group has one
+        self._work.wait()
+        rows: list[list[int]] = self._found.tolist()
+        return rows
 
 
 def begin(how: Exact) -> None:

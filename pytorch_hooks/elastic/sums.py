@@ -77,27 +77,31 @@ def add(left: Flats, right: Flats) -> Flats:
     return left
 
 
-def sum_all(share: Share, mine: Sequence[tuple[Node, Flats]]) -> Flats:
-    """Return the sum over all virtual ranks; `mine` are the subtrees of this rank, which may be written to.
+class Sum:
+    """The sum over all virtual ranks, on its way; `mine` are this rank's subtrees, which may be written to.
 
-    Two collectives for each bucket, on tensors' own devices; none where there is one rank only. Raises
-    GenerationEnded, CollectiveFailed.
+    Two collectives for each bucket, on tensors' own devices; none where there is one rank only.
     """
-    if share.ranks == 1:
-        ((_root, found),) = mine
-        return found
-    sums = [torch.empty_like(flat) for flat in mine[0][1]]
-    buckets = [
-        _Bucket(share, [flats[index][span] for _node, flats in mine], whole[span])
-        for index, whole in enumerate(sums)
-        for span in _spans(whole, share.ranks)
-    ]
-    # All are on their way before the first is waited for.
-    for bucket in buckets:
-        bucket.add_up()
-    for bucket in buckets:
-        bucket.finish()
-    return sums
+
+    def __init__(self, share: Share, mine: Sequence[tuple[Node, Flats]]) -> None:
+        self._buckets: list[_Bucket] = []
+        if share.ranks == 1:
+            ((_root, self._sums),) = mine
+            return
+        self._sums = [torch.empty_like(flat) for flat in mine[0][1]]
+        self._buckets = [
+            _Bucket(share, [flats[index][span] for _node, flats in mine], whole[span])
+            for index, whole in enumerate(self._sums)
+            for span in _spans(whole, share.ranks)
+        ]
+
+    def finish(self) -> Flats:
+        """Return it once it is there. Raises GenerationEnded, CollectiveFailed."""
+        for bucket in self._buckets:
+            bucket.add_up()
+        for bucket in self._buckets:
+            bucket.finish()
+        return self._sums
 
 
 def _spans(flat: torch.Tensor, ranks: int) -> Iterator[slice]:
