@@ -5,13 +5,15 @@ from dataclasses import dataclass
 
 AGENT_SOCKET = "CKPTLESS_AGENT_SOCKET"
 RESUME = "CKPTLESS_RESUME"
+POLICY = "CKPTLESS_POLICY"
 
 
 @dataclass(frozen=True)
 class Environment:
     """The values of torchrun's variables; a process that nobody launched is a world of one.
 
-    `resume`: the folder of a saved step to go on from, "" for none.
+    `resume`: the folder of a saved step to go on from, "" for none. `policy`: values for each number of nodes
+    as JSON, "" for none.
     """
 
     agent_socket: str | None
@@ -20,6 +22,8 @@ class Environment:
     world_size: int
     launched: bool
     resume: str
+    local_world_size: int
+    policy: str
 
 
 def read() -> Environment:
@@ -30,6 +34,8 @@ def read() -> Environment:
         local_rank=int(os.environ.get("LOCAL_RANK", "0")),
         world_size=int(os.environ.get("WORLD_SIZE", "1")),
         resume=os.environ.get(RESUME, ""),
+        local_world_size=int(os.environ.get("LOCAL_WORLD_SIZE", "1")),
+        policy=os.environ.get(POLICY, ""),
         launched="RANK" in os.environ and "MASTER_ADDR" in os.environ,
     )
 

@@ -38,6 +38,7 @@ from ckptless.daemon.settings.options import (
     RunOptions,
     run_options,
 )
+from ckptless.daemon.settings.policy import read_policy
 from ckptless.daemon.settings.site import Settings, default_settings, load_settings
 from ckptless.daemon.slurm.run_name import restarts
 
@@ -55,7 +56,7 @@ ROOTLESS = "CKPTLESS_ROOTLESS"
 # What makes no sense without recovery, and must not be dropped silently.
 _NOT_FOR_TIER_1 = (
     *("spares", "max_restarts", "requeue", "save_dir", "save_every"),
-    *("min_nodes", "max_nodes", "step", "sizes", "draw_in"),
+    *("min_nodes", "max_nodes", "step", "sizes", "draw_in", "elastic_policy"),
 )
 
 
@@ -173,9 +174,16 @@ def _config(
         data=data_of(options, settings.data),
         shutdown_s=shutdown_s(options, env),
         start_s=float(options.start_timeout),
+        policy=_policy(spec, options),
     )
     save = save_config(given, options, spec.nodes * spec.slots_per_node)
     return replace(config, save=save, spec=replace(spec, saved_step=saved_step(save)))
+
+
+def _policy(spec: JobSpec, options: RunOptions) -> str:
+    """Return what the ranks are told of --elastic-policy; "" without one. Raises UsageError."""
+    path = options.elastic_policy
+    return "" if path is None else read_policy(path, spec.sizes or (spec.nodes,))
 
 
 def _refuse(options: RunOptions, *, local: bool) -> None:

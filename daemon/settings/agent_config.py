@@ -38,7 +38,8 @@ class SharedConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fie
     tensors do not. `restarts`: how often Slurm has started the job again; None where it never does.
     `comm_interface`: the interface or network that ranks talk over; None leaves that to torch. `data`: what
     training data may take in memory. `shutdown_s`: from SIGTERM until a rank gets SIGKILL. `in_step`: the
-    agents are the job's step, beside which there is no launcher.
+    agents are the job's step, beside which there is no launcher. `policy`: values of the user's own for each
+    number of nodes, as JSON; "" for none.
     """
 
     spec: JobSpec
@@ -62,6 +63,7 @@ class SharedConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fie
     data: DataSettings = DataSettings()
     shutdown_s: float = DEFAULT_SHUTDOWN_S
     in_step: bool = False
+    policy: str = ""
 
     @property
     def leave_s(self) -> float:

@@ -112,6 +112,11 @@ def folder(help: str, *, file_okay: bool = True, **row: Any) -> Option:
     return Option(help, metavar="DIR", click_type=click.Path(path_type=Path, file_okay=file_okay), **row)
 
 
+def file(help: str, **row: Any) -> Option:
+    """A file's path on the command line."""
+    return Option(help, metavar="FILE", click_type=click.Path(path_type=Path, dir_okay=False), **row)
+
+
 def choice(help: str = "", *, among: tuple[str, ...], **row: Any) -> Option:
     """One of some words."""
     read = lambda written: written if isinstance(written, str) and written in among else None  # noqa: E731

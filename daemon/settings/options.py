@@ -25,6 +25,7 @@ from ckptless.daemon.settings.option_kinds import (
     checked,
     choice,
     counts,
+    file,
     flag,
     folder,
     is_bind,
@@ -330,6 +331,10 @@ class RunOptions:
         such_as="30s or 5m",
         spec="draw-in-patience",
         unsaid="what sbatch --ckptless said, else 60",
+    ).default()
+    elastic_policy: Path | None = file(
+        "A YAML file with values of your own for each number of nodes: run.policy has those of the present.",
+        unsaid="run.policy is empty",
     ).default()
     nproc_per_node: str | None = Option(
         "Ranks on each node; or gpu, cpu, xpu, auto: as many as this node has.",

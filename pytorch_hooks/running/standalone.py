@@ -1,6 +1,6 @@
 """A training function without an agent around it: the same calls, stock PyTorch underneath."""
 
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from typing import Any
 
 import torch
@@ -11,6 +11,7 @@ from ckptless.pytorch_hooks import env
 from ckptless.pytorch_hooks.cursor import Cursors
 from ckptless.pytorch_hooks.elastic import batches
 from ckptless.pytorch_hooks.elastic.exact import Exact, ExactSteps, begin
+from ckptless.pytorch_hooks.elastic.policy import of_size
 from ckptless.pytorch_hooks.elastic.sums import Share
 from ckptless.pytorch_hooks.state import State
 from ckptless.pytorch_hooks.torch_private import calls as torch_private
@@ -31,6 +32,12 @@ class StandaloneRun:
         self._exact_steps: ExactSteps | None = None
         if exact is not None:
             exact.check_ranks(self.world_size)
+
+    @property
+    def policy(self) -> Mapping[str, Any]:
+        """See Run; of the environment's CKPTLESS_POLICY."""
+        found = env.read()
+        return of_size(found.policy, max(1, found.world_size // found.local_world_size))
 
     @property
     def exact(self) -> ExactSteps:

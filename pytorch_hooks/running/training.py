@@ -4,7 +4,7 @@ import gc
 import logging
 import sys
 import time
-from collections.abc import Callable, Container, Iterable, Iterator
+from collections.abc import Callable, Container, Iterable, Iterator, Mapping
 from dataclasses import dataclass
 from datetime import timedelta
 from pathlib import Path
@@ -29,6 +29,7 @@ from ckptless.pytorch_hooks.elastic import batches
 from ckptless.pytorch_hooks.elastic import cut as cutting
 from ckptless.pytorch_hooks.elastic.exact import Exact, ExactSteps, begin, check_saved
 from ckptless.pytorch_hooks.elastic.memory import FormerStep
+from ckptless.pytorch_hooks.elastic.policy import of_size
 from ckptless.pytorch_hooks.elastic.recut import Place, Recut, recut
 from ckptless.pytorch_hooks.elastic.sums import Share
 from ckptless.pytorch_hooks.process_groups.groups import ProcessGroups
@@ -235,6 +236,12 @@ class Run:
     def has_state(self) -> bool:
         """Whether `keep` has given the state in this generation."""
         return self._has_state
+
+    @property
+    def policy(self) -> Mapping[str, Any]:
+        """What the file of --elastic-policy has for the present number of nodes, to be read; else empty."""
+        part = self._assigned
+        return of_size(env.read().policy, part.world_size // part.local_world_size)
 
     @property
     def exact(self) -> ExactSteps:

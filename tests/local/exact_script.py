@@ -1,6 +1,7 @@
 """Trains with the same bits on any number of ranks: `exact_script.py STEPS OUT`; also by python alone.
 
-Each rank notes, of each step, the number of ranks, the loss as hex, and a digest of parameters and moments.
+Each rank notes, of each step, the number of ranks, the loss as hex, a digest of parameters and moments, and
+what the policy has for the number of nodes.
 Between steps it sleeps EXACT_SLEEP_S seconds, until there is a file OUT/fast.
 """
 
@@ -77,6 +78,7 @@ def train(run: Any) -> None:
         jitter = torch.rand(1).item() + random.random()
         numbers = [part[0].tolist() for part in parts]
         line = [run.step + 1, run.world_size, loss.item().hex(), jitter.hex(), numbers, digest(state)]
+        line.append(run.policy.get("told"))
         log.write(json.dumps(line) + "\n")
         run.commit(loss=loss)
         if not (OUT / "fast").exists():

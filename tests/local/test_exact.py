@@ -28,7 +28,7 @@ THREADS = {"OMP_NUM_THREADS": "1"}
 def seen(folder: Path) -> dict[int, set[str]]:
     """Of each step what any rank had on it: loss, what was drawn outside, digest of the state."""
     found: dict[int, set[str]] = {}
-    for step, _world, loss, jitter, _numbers, digest in _lines(folder):
+    for step, _world, loss, jitter, _numbers, digest, _told in _lines(folder):
         found.setdefault(step, set()).add(f"{loss} {jitter} {digest}")
     return found
 
@@ -101,8 +101,12 @@ def test_resized(tmp_path: Path) -> None:
             lambda: any(line[0] > steps and line[1] == 4 for line in _lines(tmp_path / "out")), 60, job
         )
 
-    run(tmp_path, 4, during, "--min-nodes", 1, "--scale-up-after", 1)
+    policy = tmp_path / "policy.yaml"
+    policy.write_text("nodes:\n" + "".join(f"  {n}: {{told: of {n}}}\n" for n in (1, 2, 3, 4)))
+    policy.chmod(0o644)
+    run(tmp_path, 4, during, "--min-nodes", 1, "--scale-up-after", 1, "--elastic-policy", policy)
     assert {1, 2, 4} <= worlds(tmp_path / "out")
+    assert all(line[6] == f"of {line[1]}" for line in _lines(tmp_path / "out"))
 
 
 def test_a_node_is_lost(tmp_path: Path) -> None:

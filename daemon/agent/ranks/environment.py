@@ -8,6 +8,8 @@ from ckptless.daemon.protocol.messages import Assignment, JobSpec, Place
 AGENT_SOCKET = "CKPTLESS_AGENT_SOCKET"
 # The folder of a saved step that the job goes on from where memory has nothing; empty for none.
 RESUME = "CKPTLESS_RESUME"
+# Values of the user's own for each number of nodes, as JSON; empty for none.
+POLICY = "CKPTLESS_POLICY"
 SPARE_RANK = -1
 # With one root for each rank, every NCCL id is asked of the store, which computes it.
 RANKS_PER_ROOT = "TORCH_NCCL_RANKS_PER_ROOT"
@@ -20,7 +22,7 @@ NCCL_COMM_ID = "NCCL_COMM_ID"
 # and asks the store for many addresses at once. ckptless.run's own groups are connected at once all the same:
 # what is to be cut at a fault has to be known.
 GLOO = {"TORCH_GLOO_LAZY_INIT": "1", "GLOO_ENABLE_STORE_V2_API": "1"}
-_NOT_THE_USERS = frozenset((NCCL_COMM_ID, AGENT_SOCKET, RESUME))
+_NOT_THE_USERS = frozenset((NCCL_COMM_ID, AGENT_SOCKET, RESUME, POLICY))
 
 
 def user_env(env: Mapping[str, str]) -> dict[str, str]:
