@@ -30,7 +30,7 @@ from ckptless.pytorch_hooks.elastic import cut as cutting
 from ckptless.pytorch_hooks.elastic.exact import Exact, ExactSteps, begin, check_saved
 from ckptless.pytorch_hooks.elastic.memory import FormerStep
 from ckptless.pytorch_hooks.elastic.policy import of_size
-from ckptless.pytorch_hooks.elastic.recut import Place, Recut, recut
+from ckptless.pytorch_hooks.elastic.recut import Recut, recut
 from ckptless.pytorch_hooks.elastic.sums import Share
 from ckptless.pytorch_hooks.process_groups.groups import ProcessGroups
 from ckptless.pytorch_hooks.process_groups.models import Buckets, Sharded

@@ -1,0 +1,79 @@
+"""How many nodes an elastic job keeps where another waits: for any queue."""
+
+from __future__ import annotations
+
+from hypothesis import given
+from hypothesis import strategies as st
+
+from ckptless.daemon.slurm.giving_way import Queued, gives_way, waits_before
+
+REASONS = ("Resources", "Priority", "Dependency", "QOSMaxNodePerUserLimit")
+
+
+def queued(job_id: int = 2, **fields: object) -> Queued:
+    known = {"state": "PENDING", "partition": "gpu", "priority": 20, "nodes": 2, "reason": "Resources"}
+    return Queued(job_id=job_id, **{**known, **fields})  # type: ignore[arg-type]
+
+
+OURS = queued(1, state="RUNNING", priority=10, nodes=8, reason="None")
+SIZES = (2, 4, 6, 8)
+
+
+def test_it_keeps_the_largest_size_that_leaves_enough() -> None:
+    assert gives_way(OURS, [queued(nodes=3)], 0, SIZES) == (queued(nodes=3), 4)
+    assert gives_way(OURS, [queued(nodes=3)], 1, SIZES) == (queued(nodes=3), 6)
+
+
+def test_nobody_gets_what_he_can_have_anyway_or_what_would_not_be_enough() -> None:
+    assert gives_way(OURS, [queued(nodes=3)], 3, SIZES) is None
+    assert gives_way(OURS, [queued(nodes=7)], 0, SIZES) is None
+
+
+def test_the_first_in_the_queue_counts() -> None:
+    """A small one behind a large one would not start with what it is given: Slurm goes by priority."""
+    first, small = queued(2, nodes=20, priority=40), queued(3, nodes=1, priority=30)
+    assert gives_way(OURS, [small, first], 0, SIZES) is None
+    equal = [queued(5, nodes=1), queued(4, nodes=4)]
+    assert gives_way(OURS, equal, 0, SIZES) == (queued(4, nodes=4), 4)
+
+
+def test_what_waits_for_something_else_or_elsewhere_or_behind_is_nothing_to_give_way_to() -> None:
+    others = [
+        queued(2, priority=10),
+        queued(3, partition="cpu"),
+        queued(4, reason="Dependency"),
+        queued(5, state="RUNNING"),
+    ]
+    assert gives_way(OURS, others, 0, SIZES) is None
+
+
+@given(
+    st.lists(
+        st.builds(
+            queued,
+            st.integers(2, 99),
+            state=st.sampled_from(("PENDING", "RUNNING")),
+            partition=st.sampled_from(("gpu", "cpu")),
+            priority=st.integers(1, 30),
+            nodes=st.integers(1, 12),
+            reason=st.sampled_from(REASONS),
+        ),
+        max_size=6,
+    ),
+    st.integers(0, 4),
+    st.sets(st.integers(1, 8)).map(lambda found: tuple(sorted(found | {8}))),
+)
+def test_who_gives_way_keeps_a_size_and_lets_the_other_start(
+    others: list[Queued], idle: int, sizes: tuple[int, ...]
+) -> None:
+    found = gives_way(OURS, others, idle, sizes)
+    if found is None:
+        return
+    first, keeps = found
+    assert waits_before(OURS, others)
+    assert keeps in sizes
+    assert keeps < OURS.nodes
+    assert OURS.nodes - keeps + idle >= first.nodes
+    # No more than that takes.
+    larger = [size for size in sizes if keeps < size]
+    assert all(OURS.nodes - size + idle < first.nodes for size in larger)
