@@ -25,6 +25,8 @@ from ckptless.pytorch_hooks.state.objects import every_parameter, tree_of
 from ckptless.pytorch_hooks.state.walk import shown
 
 MOST_VIRTUAL_RANKS = 4096
+# What a rank tells of itself at each call, before its parameters and parts.
+OWN_WORDS = 3
 
 Forward: TypeAlias = Callable[[Any], torch.Tensor]
 """Takes a virtual rank's part of a batch, and gives the mean loss over it."""
@@ -214,7 +216,9 @@ class ExactSteps:
         assert self._packing is not None
         place = xxhash.xxh3_64_intdigest(f"{self._at} {self._call} {self._packing.described}".encode()) >> 1
         weights = counts + [0.0] * (self._room - len(counts))
-        return _Told([place, drawn, *_bits(present), *_longs(weights)], self._share.ranks)
+        # Sums within one tensor depend on how many share the work, on the CPU.
+        threads = torch.get_num_threads() if self._packing.on_cpu else 0
+        return _Told([place, drawn, threads, *_bits(present), *_longs(weights)], self._share.ranks)
 
     @property
     def _room(self) -> int:
@@ -224,19 +228,10 @@ class ExactSteps:
     def _agree(self, told: "_Told", count: int) -> tuple[list[bool], float]:
         """Return which of `count` parameters have a gradient on any rank, and what all parts count together.
 
-        Raises UsageError where ranks are not at the same call, or have drawn other numbers.
+        Raises UsageError where ranks are not alike in what they must be.
         """
         share, room, rows = self._share, self._room, told.heard()
-        place, drawn = told.words[:2]
-        if any(row[0] != place for row in rows):
-            raise UsageError(
-                "exact.step: ranks are not at the same call of the same step with the same parameters"
-            )
-        if any(row[1] != drawn for row in rows):
-            raise UsageError(
-                "exact.step: ranks have drawn different random numbers outside of it: seed and draw the same "
-                "on all ranks, or draw in `forward`"
-            )
+        _check_alike(told.words, rows)
         every = [
             weight
             for rank, row in enumerate(rows)
@@ -245,7 +240,7 @@ class ExactSteps:
         # One after the other, whoever has them.
         if not (total := sum(every)) > 0:
             raise UsageError("exact.step: the parts of this batch count nothing together")
-        masks = [row[2 : len(row) - room] for row in rows]
+        masks = [row[OWN_WORDS : len(row) - room] for row in rows]
         return [any(mask[i // 63] >> i % 63 & 1 for mask in masks) for i in range(count)], total
 
     # ------------------------------------------------------------------------------------------ buffers
@@ -298,6 +293,26 @@ class _Told:
         self._work.wait()
         rows: list[list[int]] = self._found.tolist()
         return rows
+
+
+def _check_alike(own: list[int], rows: list[list[int]]) -> None:
+    """Raise UsageError where what a rank has told of itself is not what another has."""
+    place, drawn, threads = own[:OWN_WORDS]
+    if any(row[0] != place for row in rows):
+        raise UsageError(
+            "exact.step: ranks are not at the same call of the same step with the same parameters"
+        )
+    if any(row[1] != drawn for row in rows):
+        raise UsageError(
+            "exact.step: ranks have drawn different random numbers outside of it: seed and draw the same "
+            "on all ranks, or draw in `forward`"
+        )
+    if any(row[2] != threads for row in rows):
+        counts = sorted({row[2] for row in rows})
+        raise UsageError(
+            f"exact.step: ranks compute with {counts} threads, and the last bits of what they compute "
+            "depend on it: set OMP_NUM_THREADS, the same on all nodes"
+        )
 
 
 def begin(how: Exact) -> None:

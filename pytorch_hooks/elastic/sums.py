@@ -46,6 +46,11 @@ class Packing:
         ]
 
     @property
+    def on_cpu(self) -> bool:
+        """Whether any of them is on the CPU."""
+        return any(device.type == "cpu" for _dtype, device in self._kinds)
+
+    @property
     def described(self) -> str:
         """What must be alike on all ranks, in words."""
         return repr((self._shapes, self._of, [str(dtype) for dtype, _device in self._kinds]))

@@ -22,6 +22,7 @@ from ckptless.data import MappedLoader
 
 STEPS, OUT = int(sys.argv[1]), Path(sys.argv[2])
 SLEEP_S = float(os.environ.get("EXACT_SLEEP_S", "0"))
+DEVICE = os.environ.get("EXACT_DEVICE", "cpu")
 # Of which no part is like all others.
 BATCH, WIDTH, VIRTUAL = 10, 37, 4
 
@@ -41,7 +42,7 @@ def build() -> ckptless.State:
     model = nn.Sequential(
         nn.Linear(16, WIDTH), nn.GELU(), nn.Dropout(0.2), nn.Linear(WIDTH, WIDTH), nn.LayerNorm(WIDTH),
         nn.GELU(), nn.Dropout(0.1), nn.Linear(WIDTH, 16),
-    )  # fmt: skip
+    ).to(DEVICE)  # fmt: skip
     optimizer = torch.optim.AdamW(model.parameters(), lr=1e-2)
     loader = MappedLoader(Data(), batch_size=BATCH, seed=3, shuffle=True, workers=int(SLEEP_S > 0))
     # As many scripts do; what is drawn outside of `forward` does not come from here.
@@ -53,7 +54,7 @@ def digest(state: Any) -> str:
     found = hashlib.sha256()
     for parameter in state.model.parameters():
         for tensor in (parameter, *state.optimizer.state.get(parameter, {}).values()):
-            found.update(tensor.detach().contiguous().numpy().tobytes())
+            found.update(tensor.detach().cpu().contiguous().numpy().tobytes())
     return found.hexdigest()
 
 
@@ -62,7 +63,7 @@ def train(run: Any) -> None:
     log = (OUT / f"seen-{run.rank}.txt").open("a", buffering=1)
 
     def forward(part: Any) -> torch.Tensor:
-        _numbers, x = part
+        x = part[1].to(DEVICE)
         # Of Python's generator as well.
         loss: torch.Tensor = (state.model(x + random.random() / 10) - x).pow(2).mean()
         return loss
@@ -87,4 +88,8 @@ def train(run: Any) -> None:
 
 
 OUT.mkdir(parents=True, exist_ok=True)
+if DEVICE != "cpu":
+    from tests.gpu import kind
+
+    kind.install()
 ckptless.run(train, exact=ckptless.Exact(VIRTUAL, seed=5))

@@ -15,11 +15,15 @@ from typing import Any
 
 import pytest
 
+from tests.simdev import build
+from tests.simdev import device as simulated
+
 from .localrun import Job, wait_until
 
 pytestmark = pytest.mark.timeout(300)
 
 SCRIPT = Path(__file__).with_name("exact_script.py")
+SIMULATED = pytest.mark.skipif(simulated.missing() is not None, reason=str(simulated.missing()))
 STEPS, DEADLINE_S = 200, 150.0
 # Bits depend on it: the agents of a machine's nodes share its cores, a process alone would take all.
 THREADS = {"OMP_NUM_THREADS": "1"}
@@ -46,28 +50,33 @@ def _lines(folder: Path) -> list[Any]:
 
 
 @functools.cache
-def alone() -> dict[int, set[str]]:
+def alone(device: str = "cpu") -> dict[int, set[str]]:
     """The run of one process, without a launcher; made once."""
     with tempfile.TemporaryDirectory(prefix="ckptless-exact-") as scratch:
         out = Path(scratch) / "out"
         words = [sys.executable, str(SCRIPT), str(STEPS), str(out)]
-        subprocess.run(words, env={**os.environ, **THREADS}, cwd=scratch, check=True, timeout=DEADLINE_S)
+        subprocess.run(words, env={**os.environ, **on(device)}, cwd=scratch, check=True, timeout=DEADLINE_S)
         found = seen(out)
     assert sorted(found) == list(range(1, STEPS + 1))
     assert all(len(lines) == 1 for lines in found.values())
     return found
 
 
-def run(home: Path, nodes: int, during: Callable[[Job], None], *options: object) -> None:
+def on(device: str) -> dict[str, str]:
+    """A script's environment; it imports from its own folder alone, else."""
+    return {**THREADS, "EXACT_DEVICE": device, "PYTHONPATH": str(SCRIPT.parents[2])}
+
+
+def run(home: Path, nodes: int, during: Callable[[Job], None], *options: object, device: str = "cpu") -> None:
     """A local run of so many nodes; its every step is that of the process alone."""
     words = ["--nodes", nodes, "--max-stall", 60, "--tee", "none", "--job", "exact", *options]
-    env = {**THREADS, "EXACT_SLEEP_S": "0.3" if options else "0"}
+    env = {**on(device), "EXACT_SLEEP_S": "0.3" if options else "0"}
     (home / "out").mkdir(parents=True)
     with Job(home, words, [SCRIPT, STEPS, home / "out"], env) as job:
         during(job)
         (home / "out" / "fast").touch()
         job.ended(0, DEADLINE_S)
-        found, wanted = seen(home / "out"), alone()
+        found, wanted = seen(home / "out"), alone(device)
         wrong = {step: lines for step, lines in found.items() if lines != wanted.get(step)}
         assert not wrong, f"{sorted(wrong.items())[:3]}\n{job.story()}"
         assert found.keys() == wanted.keys()
@@ -109,7 +118,12 @@ def test_resized(tmp_path: Path) -> None:
     assert all(line[6] == f"of {line[1]}" for line in _lines(tmp_path / "out"))
 
 
-def test_a_node_is_lost(tmp_path: Path) -> None:
+@pytest.mark.parametrize("device", ["cpu", pytest.param("simdev", marks=SIMULATED)])
+def test_a_node_is_lost(tmp_path: Path, device: str) -> None:
+    if device != "cpu":
+        # Before any job: a rank that does so comes late.
+        build.build()
+
     def during(job: Job) -> None:
         reached(job, 4)
         for what in ("daemon", "agent"):
@@ -118,5 +132,5 @@ def test_a_node_is_lost(tmp_path: Path) -> None:
             os.kill(pid, signal.SIGKILL)
         reached(job, 3)
 
-    run(tmp_path, 4, during, "--min-nodes", 1, "--step", 1)
+    run(tmp_path, 4, during, "--min-nodes", 1, "--step", 1, device=device)
     assert {3, 4} <= worlds(tmp_path / "out")

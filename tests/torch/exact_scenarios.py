@@ -74,15 +74,16 @@ def bits(place: Place, virtual: int, bucket_nbytes: int) -> dict[str, Any]:
     parts = [part(number) for number in block(*share)]
     torch.manual_seed(place.index)
     refused = []
-    for change in (lambda: torch.manual_seed(0), lambda: setattr(steps, "_call", place.index)):
+    for found in ("other numbers", "other threads", "another call"):
+        torch.set_num_threads(1)
+        if found == "other threads":
+            torch.manual_seed(0)
+            torch.set_num_threads(1 + place.index)
+        elif found == "another call":
+            steps._call = place.index
         try:
             steps.step(parts, net)
         except UsageError as error:
             refused.append(str(error))
-        change()
-    try:
-        steps.step(parts, net)
-    except UsageError as error:
-        refused.append(str(error))
     place.leave()
     return {"alone": alone, "together": together, "refused": refused}

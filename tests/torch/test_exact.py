@@ -18,6 +18,7 @@ def test_bits(ranks: int, virtual: int, bucket_nbytes: int) -> None:
     for result in results:
         assert result["alone"] == wanted
         assert result["together"] == wanted
-        drawn, call = result["refused"]
+        drawn, threads, call = result["refused"]
         assert "ranks have drawn different random numbers" in drawn
+        assert f"ranks compute with {list(range(1, ranks + 1))} threads" in threads
         assert "ranks are not at the same call" in call
