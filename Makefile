@@ -108,6 +108,11 @@ bench-store: $(STAMP)
 	$(BIN)/python -m tests.torch.bench_store $(ARGS)
 	$(BIN)/python -m tests.torch.bench_replace
 
+# What a change of the number of ranks costs, beside torchrun's elastic nodes with DCP, in turns. Ten minutes.
+.PHONY: bench-elastic
+bench-elastic: $(STAMP)
+	$(BIN)/python -m tests.local.bench_elastic $(ARGS)
+
 bench-slurm: $(STAMP) slurm-packages
 	$(BIN)/python -m tests.slurm.bench $(ARGS)
 
