@@ -84,13 +84,17 @@ class Watch:
 
     def after_each(self, name: str, recoveries: Sequence[Any]) -> list[Numbers]:
         """Between each recovery and the next the least of each number: what is there when all is quiet."""
-        found: list[Numbers] = []
+        return [numbers for numbers in self.between(name, recoveries) if numbers is not None]
+
+    def between(self, name: str, recoveries: Sequence[Any]) -> list[Numbers | None]:
+        """The same, for each of them; None where the process was not seen in time."""
+        found: list[Numbers | None] = []
         begins = [*(row.started_s for row in recoveries[1:]), float("inf")]
         for row, begin in zip(recoveries, begins, strict=True):
             end = row.started_s + sum(row.phases.values())
             inside = [sample for at, sample in self._samples[name] if end <= at <= begin]
-            if inside:
-                found.append({key: min(sample[key] for sample in inside) for key in inside[0]})
+            least = {key: min(sample[key] for sample in inside) for key in inside[0]} if inside else None
+            found.append(least)
         return found
 
 

@@ -14,6 +14,9 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
+from click.testing import CliRunner
+
+from ckptless.daemon.ckptctl.main import ckptctl
 from ckptless.daemon.ledger.merge import Snapshot
 
 from .localrun import HERE, Job, wait_until
@@ -23,6 +26,8 @@ SAMPLES, BATCH = 60, 12
 DEADLINE_S = 100.0
 # More than any job here makes.
 ENDLESS = 1_000_000
+# More than two lines.
+TAIL_NBYTES = 2048
 # Sums in another order. Over very many steps such a difference grows.
 CLOSE = 1e-4
 CLOSE_STEPS = 300
@@ -81,7 +86,9 @@ def last_seen(folder: Path) -> list[Seen]:
     """The last line of every rank that there ever was."""
     found: list[Seen] = []
     for path in folder.glob("seen-*.txt"):
-        whole, _, _ = path.read_text().rpartition("\n")
+        with path.open("rb") as file:
+            file.seek(max(0, path.stat().st_size - TAIL_NBYTES))
+            whole, _, _ = file.read().decode().rpartition("\n")
         if whole:
             found.append(Seen(int(path.stem.split("-")[1]), *json.loads(whole.rpartition("\n")[2])))
     return found
@@ -105,12 +112,10 @@ def elastic(
 def resize(job: Job, nodes: object) -> tuple[int, Any]:
     """`ckptctl resize`: its exit code, and the answer."""
     (run,) = job.ledger().jobs
-    program = "from ckptless.daemon.ckptctl.main import main; main()"
-    command = [sys.executable, "-c", program, "--state-dir", str(job.state_dir), "--json"]
-    command += ["resize", run.job, "--nodes", str(nodes)]
-    done = subprocess.run(command, capture_output=True, text=True, timeout=60, check=False)
-    assert done.stdout, done.stderr
-    return done.returncode, json.loads(done.stdout)["resized"]
+    words = ["--state-dir", str(job.state_dir), "--json", "resize", run.job, "--nodes", str(nodes)]
+    done = CliRunner().invoke(ckptctl, words)
+    assert done.stdout, done.output
+    return done.exit_code, json.loads(done.stdout)["resized"]
 
 
 def resized(job: Job, nodes: object, ranks: int) -> None:
@@ -252,6 +257,12 @@ def _as_alone(ranks: list[Seen], world: int, alone: Seen) -> None:
         if one.step <= CLOSE_STEPS:
             assert abs(one.loss - alone.loss) <= CLOSE * abs(alone.loss), (one, alone)
         assert "differ" not in one.digest, one
+
+
+def pid_of(job: Job, rank: int) -> int:
+    """The process that last had this rank."""
+    lines_of = (job.home / f"out/pid-{rank}.txt").read_text().splitlines()
+    return int(json.loads(lines_of[-1])[0])
 
 
 def arm(job: Job, strike: int) -> None:

@@ -14,7 +14,7 @@ import pytest
 from ckptless.daemon.ledger.merge import Snapshot
 
 from .localrun import lose_node, recovered
-from .resized import Story, arm, elastic, end, resize, resized, story, struck, trains
+from .resized import Story, arm, elastic, end, pid_of, resize, resized, story, struck, trains
 
 pytestmark = pytest.mark.timeout(300)
 
@@ -143,8 +143,7 @@ def test_faults_in_the_middle_of_resizes(tmp_path: Path, kind: str) -> None:
 def test_a_rank_is_killed_as_soon_as_a_smaller_size_is_agreed_on(tmp_path: Path) -> None:
     with elastic(tmp_path, "fsdp", ["--nodes", 4, "--min-nodes", 2], SLOW) as job:
         first = trains(job, 4)
-        pids = {int(p.stem.split("-")[1]): p for p in (tmp_path / "out").glob("pid-*.txt")}
-        victim = json.loads(pids[0].read_text().splitlines()[-1])[0]
+        victim = pid_of(job, 0)
         assert resize(job, 2)[0] == 0
         while job.ledger().generations[-1].generation == first:
             assert job.launcher.poll() is None, job.story()
