@@ -126,7 +126,8 @@ class AgentCore:
             if one is not None and one.lived:
                 self._retire(slot, one)
                 slot.enter("empty", assignment.generation, now)
-            elif slot.phase == "empty":
+            elif slot.phase == "empty" or (slot.phase == "exited" and place not in assignment.bad):
+                # Also where the rank has moved away from a process that has ended: the job may come back.
                 self._start(slot, None, now)
         elif one is not None and one.hooked and place not in assignment.renew:
             self._give(slot, one, rank, now)

@@ -458,3 +458,14 @@ def test_the_spare_in_a_slot_that_has_left_stays_over_generations(node: Node) ->
         assert kinds(said) == ["FollowAssignment", "AssignRank", "ReportState"]
         assert node.core.occupied(spare) is node.core.slots[1]
         assert node.phases() == ["assigned", "waiting"]
+
+
+@pytest.mark.parametrize("bad", [False, True])
+def test_where_a_rank_has_moved_away_from_a_process_that_ended_a_spare_waits(node: Node, bad: bool) -> None:
+    """An elastic job grows on nodes of which all slots have one; a slot that is given up stays as it is."""
+    (birth, _) = node.train(assignment(1, place(0)))
+    node.core.exited(birth, -9, "was killed", 1.0)
+    moved = assignment(2, place(1))
+    starts = node.births(node.assign(structs.replace(moved, bad=(place(0),)) if bad else moved))
+    assert len(starts) == (0 if bad else 1)
+    assert node.phases()[0] == ("exited" if bad else "starting")
