@@ -1,4 +1,4 @@
-"""Pure: which nodes of a run are lost by Slurm's word, and on which a batch script may live."""
+"""Pure: which nodes of a run are lost, or to be left, by Slurm's word; on which a batch script may live."""
 
 from collections.abc import Collection, Iterable, Sequence
 
@@ -18,6 +18,18 @@ def newly_down(names: Sequence[str], lost: Collection[int], nodes: Iterable[Node
         (number, f"Slurm has it down: {down[name]}" if down[name] else "Slurm has it down")
         for number, name in enumerate(names)
         if name in down and number not in lost
+    ]
+
+
+def newly_drained(
+    names: Sequence[str], lost: Collection[int], nodes: Iterable[Node], mark: str
+) -> list[tuple[int, str]]:
+    """(number, why) of a run's nodes that somebody drains, and not for a reason that begins with `mark`."""
+    drained = {node.name: node.reason for node in nodes if node.draining and not node.down}
+    return [
+        (number, f"Slurm drains it: {drained[name]}")
+        for number, name in enumerate(names)
+        if name in drained and number not in lost and not drained[name].startswith(mark)
     ]
 
 

@@ -77,6 +77,7 @@ async def _serve(settings: Settings, name: str) -> int:
         CachedSlurm(backend, Clock()), name, settings.daemon.port, settings.slurm.on_node_lost
     )
     cluster.gives_way = settings.elastic.give_way
+    cluster.leaves_drained = settings.elastic.leave_drained
     credentials = MungeCredentials(Munge(_folder(settings.munge.socket)))
     service = Service(
         daemon_config(settings, name), cluster, credentials, inherited(os.environ).get("agents")
@@ -133,6 +134,7 @@ class _Supervised:
         else:
             self.cluster.on_node_lost = fresh.slurm.on_node_lost
             self.cluster.gives_way = fresh.elastic.give_way
+            self.cluster.leaves_drained = fresh.elastic.leave_drained
             self.service.set_timers(fresh.timers)
             self.service.requeue_memory.limit(_keep(fresh))
             late = needs_restart(self.settings, fresh)

@@ -10,8 +10,9 @@ from concurrent.futures import ThreadPoolExecutor
 from typing import TYPE_CHECKING, Any, Literal
 
 from ckptless.daemon.ckptlessd.cluster import EXPLAIN_S
-from ckptless.daemon.ckptlessd.down_nodes import is_dead, newly_down
+from ckptless.daemon.ckptlessd.down_nodes import is_dead, newly_down, newly_drained
 from ckptless.daemon.ckptlessd.peering import Roster
+from ckptless.daemon.ckptlessd.recovery import eviction
 from ckptless.daemon.ckptlessd.recovery.events import DarkState, NodeLost
 from ckptless.daemon.ckptlessd.recovery.job_state import NOBODY
 from ckptless.daemon.ckptlessd.requeue_memory import RequeueMemory
@@ -83,6 +84,8 @@ class SlurmCluster:
         self.on_node_lost = on_node_lost
         # Whether elastic jobs give nodes back while one of higher priority waits for them.
         self.gives_way = False
+        # Whether jobs leave a node that is drained, where they can go on without it.
+        self.leaves_drained = False
         # Of runs that have: when that was said.
         self._gave_way: dict[str, float] = {}
         self._announced: dict[int, int] = {}
@@ -437,6 +440,16 @@ class SlurmCluster:
             if run.age_s > reading.age_s and run.session.control.outcome is None:
                 for number, reason in newly_down(names, lost, reading.value):
                     run.session.lose(NodeLost(number, reason, 0.0, source="slurm"))
+                if self.leaves_drained:
+                    self._leave_drained(run, newly_drained(names, lost, reading.value, reason_text("")))
+
+    @staticmethod
+    def _leave_drained(run: "JobHost", drained: list[tuple[int, str]]) -> None:
+        """Take drained nodes out of a run, one after the other: it must be able to go on without each."""
+        for number, reason in drained:
+            if eviction.refusal(run.session.control, number, force=False) is None:
+                run.session.lose(NodeLost(number, reason, 0.0, source="operator"))
+                return
 
     async def _give_way(self, runs: "list[JobHost]", poll_s: float) -> None:
         """Give nodes back where a job of higher priority waits for them; have them again once none waits."""

@@ -228,7 +228,8 @@ class ElasticSettings:
     """Whether jobs may be elastic, and in which partitions; none are named: in all.
 
     `draw_in`: whether any job may have nodes added to it. `give_way`: whether elastic jobs that may draw
-    nodes in give some back while a job of higher priority waits for them.
+    nodes in give some back while a job of higher priority waits for them. `leave_drained`: whether jobs leave
+    a node that is drained, where they can go on without it.
     """
 
     allow: bool = checked("true", "false", good=lambda v: isinstance(v, bool)).default(True)
@@ -237,6 +238,7 @@ class ElasticSettings:
     ).default(())
     draw_in: bool = checked("true", "false", good=lambda v: isinstance(v, bool)).default(True)
     give_way: bool = checked("true", "false", good=lambda v: isinstance(v, bool)).default(False)
+    leave_drained: bool = checked("true", "false", good=lambda v: isinstance(v, bool)).default(False)
 
 
 @dataclass(frozen=True, kw_only=True)

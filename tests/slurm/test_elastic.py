@@ -14,7 +14,7 @@ from ckptless.daemon.slurm.hostlist import expand
 
 from .cluster.api import Cluster
 from .conftest import require_slurm
-from .training import ROOT, Training, make_site
+from .training import ROOT, YAML, Training, make_site
 
 NODES = 5
 SCRIPT = ROOT / "tests/local/recut_script.py"
@@ -147,10 +147,10 @@ def test_nodes_are_given_back_and_come_again(site: Cluster) -> None:
 
 
 def test_a_job_gives_way_to_one_of_higher_priority(tmp_path_factory: pytest.TempPathFactory) -> None:
-    """It starts on nodes that the elastic job has; afterwards that job has them again."""
+    """It starts on nodes that the elastic job has, which has them again; and leaves one that is drained."""
     require_slurm()
     conf = {**CONF, "PriorityType": "priority/basic"}
-    yaml = "version: 1\nmax_stall: 60s\nslurm: {backend: commands, poll: 1s}\nelastic: {give_way: true}\n"
+    yaml = f"{YAML}elastic: {{give_way: true, leave_drained: true}}\n"
     place = tmp_path_factory.mktemp("site") / "cluster"
     with make_site(place, tmp_path_factory.mktemp("spank"), 4, conf, yaml=yaml) as site:
         site.restore()
@@ -168,5 +168,9 @@ def test_a_job_gives_way_to_one_of_higher_priority(tmp_path_factory: pytest.Temp
         job.wait(is_over, "the other job has had two nodes")
         job.has(4)
         assert [e.kind for e in job.ledger().events if e.kind == "gives-way"] == ["gives-way"] * 2
+        site.run("ctl", "scontrol", "update", "nodename=node02", "state=drain", "reason=fan")
+        job.has(3)
+        left = ("pgrep", "-u", job.user)
+        job.wait(lambda: not site.run("node02", *left, check=False).stdout, "it has left the drained node")
         job.ended()
         job.every_sample_once()

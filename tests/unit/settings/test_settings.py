@@ -105,7 +105,7 @@ data: {budget: 256MiB, prefetch: 4}
 domains: {rack1: "node[1-4]"}
 replication: {bandwidth: 2GB/s, interface: ib0}
 comm: {interface: 10.3.0.0/16}
-elastic: {allow: false, partitions: [gpu, a-b], draw_in: false, give_way: true}
+elastic: {allow: false, partitions: [gpu, a-b], draw_in: false, give_way: true, leave_drained: true}
 budgets: {raise_tries: 2, process_tries: 4, flap_tries: 6, flap_window: 30m}
 """
     )
@@ -122,6 +122,7 @@ budgets: {raise_tries: 2, process_tries: 4, flap_tries: 6, flap_window: 30m}
     assert (found.elastic.allow, found.elastic.partitions) == (False, ("gpu", "a-b"))
     assert not found.elastic.draw_in
     assert found.elastic.give_way
+    assert found.elastic.leave_drained
     assert found.limits(start_tries=2) == Limits(
         pong_s=5.0,
         leave_s=7.5,
@@ -415,7 +416,7 @@ def test_show_says_where_it_is_from(files: Files) -> None:
     assert "\n  dark: 2s  # file\n" in text
     assert "\n  beat: 250ms  # derived from max_stall\n" in text
     assert "\n  bind: null  # default\n" in text
-    elastic = ("allow: true", "partitions: []", "draw_in: true", "give_way: false")
+    elastic = ("allow: true", "partitions: []", "draw_in: true", "give_way: false", "leave_drained: false")
     assert "".join(f"\n  {line}  # default" for line in elastic) in text
     assert (rows["keep.memory"].value, rows["keep.memory"].unit) == (4 << 30, "B")
     assert "\n  memory: 4GiB  # default\n" in text

@@ -1,0 +1,38 @@
+"""Which nodes a run leaves by Slurm's word."""
+
+from __future__ import annotations
+
+import pytest
+
+from ckptless.daemon.ckptlessd.down_nodes import newly_down, newly_drained
+from ckptless.daemon.slurm.adapter import Node
+
+NAMES = ("node01", "node02", "node03")
+OURS = "ckptless: "
+
+
+def node(name: str, state: str = "ALLOCATED", *flags: str, reason: str = "") -> Node:
+    return Node(name=name, address=name, state=state, flags=frozenset(flags), reason=reason)
+
+
+@pytest.mark.parametrize(
+    ("drained", "found"),
+    [
+        (node("node02", "ALLOCATED", "DRAIN", reason="fan"), [(1, "Slurm drains it: fan")]),
+        (node("node02", "ALLOCATED", "DRAIN", reason="ckptless: job 4: it is dark"), []),
+        (node("node09", "ALLOCATED", "DRAIN", reason="fan"), []),
+        (node("node02"), []),
+        # That is a loss.
+        (node("node02", "DOWN", "DRAIN", reason="fan"), []),
+    ],
+)
+def test_a_node_that_somebody_else_drains(drained: Node, found: list[tuple[int, str]]) -> None:
+    assert newly_drained(NAMES, (), [node("node01"), drained], OURS) == found
+    assert newly_drained(NAMES, (1,), [drained], OURS) == []
+
+
+def test_a_name_that_has_come_again_is_the_later_number() -> None:
+    """A node that was given back and drawn in again: its first number is out of the job."""
+    names = (*NAMES, "node02")
+    down = node("node02", "DOWN", reason="power")
+    assert newly_down(names, (1,), [down]) == [(3, "Slurm has it down: power")]
