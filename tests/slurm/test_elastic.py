@@ -20,6 +20,8 @@ NODES = 5
 SCRIPT = ROOT / "tests/local/recut_script.py"
 CONF = {"SchedulerParameters": "permit_job_expansion,batch_sched_delay=0,sched_interval=1,bf_interval=1"}
 SAMPLES, BATCH = 60, 12
+# It ends when it is told to.
+STEPS = 100_000
 
 
 @pytest.fixture(scope="module")
@@ -48,11 +50,14 @@ class Elastic(Training):
         script = f"#!/bin/bash\nckptless-run {SCRIPT} {self.steps} {inside}/out {self.kind}\n"
         (self.home / "job.sh").write_text(script)
         words = ["sbatch", "--parsable", f"--ckptless={self.spec}", f"--nodes={self.nodes}", *self.options]
-        (self.home / "slow").touch()
-        env = {"RECUT_SLEEP_S": "0.1", "RECUT_SLEEP_WHILE": f"{inside}/slow", "OMP_NUM_THREADS": "1"}
+        env = {"RECUT_SLEEP_S": "0.1", "OMP_NUM_THREADS": "1"}
         done = self.cluster.run("ctl", *words, "job.sh", user=self.user, env=env, cwd=inside)
         self.job_id = int(done.stdout)
         return self
+
+    def hurry(self) -> None:
+        """Have it end at the next step."""
+        (self.home / "out" / "end").touch()
 
     def seen(self) -> dict[int, list[Any]]:
         """Of each step what each rank noted: samples, global loss, digest of the state after it."""
@@ -99,7 +104,7 @@ class Elastic(Training):
 
 def test_a_job_grows_on_idle_nodes_and_shrinks_when_one_is_lost(site: Cluster, tmp_path: Path) -> None:
     spec = "min-nodes=1,max-nodes=4,draw-in=4,scale-up-after=1"
-    job = Elastic(site, nodes=2, steps=900, spec=spec).submit()
+    job = Elastic(site, nodes=2, steps=STEPS, spec=spec).submit()
     job.has(4)
     assert job.slurm("NumNodes") == "4"
     site.power_off("node02")
@@ -111,7 +116,7 @@ def test_a_job_grows_on_idle_nodes_and_shrinks_when_one_is_lost(site: Cluster, t
 
 
 def test_a_job_of_one_size_waits_for_a_node(site: Cluster) -> None:
-    job = Elastic(site, nodes=2, steps=600, spec="draw-in=2,draw-in-patience=30", kind="fsdp").submit()
+    job = Elastic(site, nodes=2, steps=STEPS, spec="draw-in=2,draw-in-patience=30", kind="fsdp").submit()
     job.has(2)
     site.power_off("node02")
     job.wait(lambda: any(r.rung == "spare" for r in job.ledger().recoveries), "another node has its rank")
@@ -122,7 +127,7 @@ def test_a_job_of_one_size_waits_for_a_node(site: Cluster) -> None:
 def test_nodes_are_given_back_and_come_again(site: Cluster) -> None:
     """Another job has them meanwhile; the processes on the first node are the same all the time."""
     spec = "min-nodes=2,max-nodes=4,draw-in=8,scale-up-after=1"
-    job = Elastic(site, nodes=4, steps=900, spec=spec, kind="fsdp").submit()
+    job = Elastic(site, nodes=4, steps=STEPS, spec=spec, kind="fsdp").submit()
     job.has(4)
     job.wait(lambda: job.pid(0) is not None, "the ledgers have the first rank's process")
     first = job.pid(0)
@@ -155,7 +160,7 @@ def test_a_job_gives_way_to_one_of_higher_priority(tmp_path_factory: pytest.Temp
     with make_site(place, tmp_path_factory.mktemp("spank"), 4, conf, yaml=yaml) as site:
         site.restore()
         spec = "min-nodes=2,max-nodes=4,draw-in=8,scale-up-after=1"
-        job = Elastic(site, nodes=4, steps=900, spec=spec).submit()
+        job = Elastic(site, nodes=4, steps=STEPS, spec=spec).submit()
         job.has(4)
         site.run("ctl", "scontrol", "update", f"jobid={job.job_id}", "nice=1000")
         words = ("sbatch", "--parsable", "-N2", "--exclusive", "--wrap", "srun -N2 sleep 3")
