@@ -42,10 +42,9 @@ class SoundSpans:
             header.check(self._origin, wanted.shard, wanted.step, self._generation)
             self._check_fits(wanted, header)
             with region.view(at.offset, at.nbytes) as slot:
-                await asyncio.to_thread(self._verify, slot, header, wanted)
+                await asyncio.to_thread(self._verify_and_copy, slot, header, wanted, into)
                 if store.tensors(wanted.shard, wanted.step) != found:
                     raise BadVersionError("it has been given back")
-                _gather(slot, header, wanted, into)
         except BadVersionError as error:
             if store.drop_tensors(wanted.shard, wanted.step, at):
                 self._tell("bad-version", f"shard {wanted.shard}, step {wanted.step}: {error}")
@@ -60,7 +59,9 @@ class SoundSpans:
         if any(start + count > header.nbytes for start, count in wanted.spans):
             raise PeerError(f"it has {header.nbytes} bytes, and more are asked for")
 
-    def _verify(self, slot: memoryview, header: version.Header, wanted: GetSpans) -> None:
+    def _verify_and_copy(
+        self, slot: memoryview, header: version.Header, wanted: GetSpans, into: memoryview
+    ) -> None:
         """Read all chunks that are touched and were not read before. In a thread. Raises BadVersionError."""
         size, sound = header.chunk_nbytes, self._sound.setdefault(header.digest, set())
         for start, count in wanted.spans:
@@ -69,6 +70,7 @@ class SoundSpans:
                     end = min((index + 1) * size, header.nbytes)
                     version.check_chunks(slot, header, index * size, end)
                     sound.add(index)
+        _gather(slot, header, wanted, into)
 
 
 def _gather(slot: memoryview, header: version.Header, wanted: GetSpans, into: memoryview) -> None:
