@@ -211,6 +211,19 @@ class Versions:
         at = m.TensorsAt(region=slots.number, offset=offset, nbytes=nbytes, digest="")
         return WrittenVersion(header, at, index, slot, [], Arrival(()))
 
+    def scratch(self, tensors: TensorSet, generation: int, nbytes: int) -> torch.Tensor:
+        """Return so many bytes, all 0 (uint8, 1-D), of a slot that the next two versions are not written to.
+
+        No version lies in any yet. So a state that is put together takes no memory of its own. Raises
+        GenerationEnded.
+        """
+        slots = self._slots
+        if slots is None or slots.slot_nbytes < version.slot_nbytes(nbytes):
+            slots = self._allocate(generation, tensors, version.slot_nbytes(nbytes))
+        slots.next_slot = 0
+        slot = slots.slot(SLOTS - 1)
+        return slot[:nbytes].zero_()
+
     def _allocate(self, generation: int, tensors: TensorSet, nbytes: int) -> Slots:
         self._unmap(tensors)
         page = version.PAGE_NBYTES

@@ -22,6 +22,7 @@ from ckptless.pytorch_hooks.state.record import Described
 # What is copied out of a payload at once, in bytes: a row of a tensor may be more.
 SLICE_NBYTES = 64 << 20
 
+Room: TypeAlias = Callable[[int], torch.Tensor]
 Span: TypeAlias = tuple[int, int]
 """Bytes of a payload: the first, and one after the last."""
 
@@ -67,11 +68,17 @@ class Recut:
     shards: int
 
 
-def recut(source: Source, rank: int, shard: int, tensors: TensorSet) -> Recut:
+def new_memory(nbytes: int) -> torch.Tensor:
+    """Return so many bytes, all 0 (uint8, 1-D, CPU)."""
+    return torch.zeros(nbytes, dtype=torch.uint8)
+
+
+def recut(source: Source, rank: int, shard: int, tensors: TensorSet, room: Room = new_memory) -> Recut:
     """Return the part of a step that this rank has, with its twins, whose lowest is `shard`.
 
-    What is no DTensor all twins take from the same former rank. Raises RecoveryError where it cannot be cut
-    for what is built here, ProtocolError, and what the source raises.
+    What is no DTensor all twins take from the same former rank. `room(nbytes)` gives memory, all 0, to pack
+    it into. Raises RecoveryError where it cannot be cut for what is built here, ProtocolError, and what the
+    source raises.
     """
     former = len(source.shards)
     record_of = cache(source.record)
@@ -80,7 +87,7 @@ def recut(source: Source, rank: int, shard: int, tensors: TensorSet) -> Recut:
     new = cutting.cut(described(first), tensors)
     taken = cutting.sources(new, set(source.shards), first, described)
     taken = {number: boxes for number, boxes in taken.items() if boxes}
-    payload = torch.zeros(new.layout.nbytes, dtype=torch.uint8)
+    payload = room(new.layout.nbytes)
     for number, boxes in sorted(taken.items()):
         _copy(source, number, described(number), _Target(new, payload), boxes)
     of_rank = rank % former

@@ -7,6 +7,7 @@ import time
 from collections.abc import Callable, Container, Iterable, Iterator, Mapping
 from dataclasses import dataclass
 from datetime import timedelta
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -30,7 +31,7 @@ from ckptless.pytorch_hooks.elastic import cut as cutting
 from ckptless.pytorch_hooks.elastic.exact import Exact, ExactSteps, begin, check_saved
 from ckptless.pytorch_hooks.elastic.memory import FormerStep
 from ckptless.pytorch_hooks.elastic.policy import of_size
-from ckptless.pytorch_hooks.elastic.recut import Recut, recut
+from ckptless.pytorch_hooks.elastic.recut import Recut, Room, new_memory, recut
 from ckptless.pytorch_hooks.elastic.sums import Share
 from ckptless.pytorch_hooks.process_groups.groups import ProcessGroups
 from ckptless.pytorch_hooks.process_groups.models import Buckets, Sharded
@@ -510,7 +511,7 @@ class Run:
         """
         former = FormerStep(self._session, self.generation, step, former_shards)
         try:
-            found = recut(former, self.rank, self._shard, self._kept.tensors)
+            found = recut(former, self.rank, self._shard, self._kept.tensors, self._room())
         except ProtocolError as error:
             raise RecoveryError(
                 f"step {step}, which {len(former_shards)} ranks have committed, cannot be gone on from by "
@@ -526,6 +527,12 @@ class Run:
         self._check()
         self._begin(step)
         self._put(step)
+
+    def _room(self) -> Room:
+        """Return what gives memory to put a step together in: a slot's, where this rank has slots."""
+        if not self._writes:
+            return new_memory
+        return partial(self._versions.scratch, self._kept.tensors, self.generation)
 
     # ----------------------------------------------------------------------------------- batches
 

@@ -26,7 +26,7 @@ SPANS = ((10, 20), (PAGE - 5, 10), (NBYTES - 3, 3))
 
 @asynccontextmanager
 async def world() -> AsyncIterator[tuple[Nodes, FormerState]]:
-    """Nodes 1 and 2 hold the shards of two former ranks; node 0 has come since. One rank goes on from them."""
+    """Nodes 1 and 2 hold the shards of two former ranks. Node 0 has come since, and has the only rank."""
     async with Nodes(3) as nodes:
         for number in (1, 2):
             for shard in range(RANKS):
