@@ -47,6 +47,9 @@ class Run:
         peers = (Peer(node=n, name=f"n{n:02}", address="127.0.0.1", port=1) for n in range(self.node.nodes))
         return Roster(self.node.me, tuple(peers))
 
+    def name_of(self, node: int) -> str:
+        return self.roster.by_node[node].name
+
     @property
     def session(self) -> SimpleNamespace:
         return SimpleNamespace(control=self.node.control.job, lose=self.lose)
