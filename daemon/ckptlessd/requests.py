@@ -10,6 +10,7 @@ from typing import Literal
 
 from ckptless.daemon.ckptlessd.job_host import JobHost
 from ckptless.daemon.ckptlessd.recovery import eviction
+from ckptless.daemon.ckptlessd.recovery.drawing import GIVEN_BACK
 from ckptless.daemon.ckptlessd.recovery.events import NodeLost
 from ckptless.daemon.ckptlessd.recovery.job_state import JobState
 from ckptless.daemon.protocol.eviction import Evict, Evicted
@@ -49,9 +50,13 @@ def _evict(run: JobHost, asked: Evict, uid: int) -> Evicted:
     why = eviction.refusal(control, node, force=asked.force)
     if why is not None:
         return Evicted(verdict="refused", node=node, text=f"{names[node]} stays in job {run.job}: {why}")
+    if asked.give_back and node == 0:
+        text = f"{names[node]} stays in job {run.job}: its batch script runs there, which Slurm would end"
+        return Evicted(verdict="refused", node=node, text=text)
     reason = f": {asked.reason}" if asked.reason else ""
     by = f"uid {uid}" if asked.source == "operator" else f"a health check (uid {uid})"
-    run.session.lose(NodeLost(node, f"taken out by {by}{reason}", 0.0, source=asked.source))
+    what = f"{GIVEN_BACK} by" if asked.give_back else "taken out by"
+    run.session.lose(NodeLost(node, f"{what} {by}{reason}", 0.0, source=asked.source))
     return Evicted(verdict="accepted", node=node, text=f"{names[node]} is taken out of job {run.job}")
 
 

@@ -22,7 +22,7 @@ class Evict(Message, frozen=True, kw_only=True):
     """ckptctl to daemon: take a node out of a job that runs, whatever its state is.
 
     `job` is a run, or the number of a Slurm job with one run. `node` is its name, or its number in the job.
-    `force`: also where its ranks have no spare to go to, so that the job ends.
+    `force`: also where its ranks have no spare to go to, so that the job ends. `give_back`: Slurm gets it.
     """
 
     protocol: Protocol
@@ -31,6 +31,7 @@ class Evict(Message, frozen=True, kw_only=True):
     source: EvictionSource
     reason: Annotated[str, Meta(max_length=MAX_REASON)] = ""
     force: bool = False
+    give_back: bool = False
 
 
 class Evicted(Message, frozen=True, kw_only=True):

@@ -75,7 +75,9 @@ class Limits(Value, frozen=True, kw_only=True):
                 the same without ckptless.run    `start_tries` in a row            the job fails
                 a process was killed, or hung    `process_tries` in a row          spare
                 any of these, with steps since   `flap_tries` in `flap_window_s`   spare, else process
-    spare       a node is lost, a slot given up  as many as there are              the job fails
+    spare       a node is lost, a slot given up  as many as there are              shrink
+    shrink      no spare is left                 down to the least of `sizes`      draw in
+    draw in     it cannot have fewer nodes       `draw_s`, while any may come      the job fails
     """
 
     pong_s: Seconds

@@ -15,6 +15,8 @@ from ckptless.daemon.protocol import messages as m
 
 # What is lacking is said again so often, also where it is nothing: another leader may have said more.
 AGAIN_S = 5.0
+# Why a node is out of the job which Slurm is to have again: the reason begins so, and all daemons know it.
+GIVEN_BACK = "given back to Slurm"
 
 
 @dataclass
@@ -26,13 +28,13 @@ class Drawing:
     _told_s: float = 0.0
     # Since when a generation could be planned but for a node.
     _waiting_s: float | None = None
-    # Nodes that were given back, and when that was said last.
-    _given: tuple[int, ...] = ()
+    # When it was said last which nodes were given back.
+    _given: frozenset[int] = frozenset()
     _given_s: float = 0.0
 
     def begin(self) -> None:
         """Begin to lead."""
-        self._told, self._waiting_s, self._given = -1, None, ()
+        self._told, self._waiting_s, self._given = -1, None, frozenset()
 
     def look(self, spec: m.JobSpec, assignment: m.Assignment, now: float) -> None:
         """Say how many nodes are lacking, where that is news."""
@@ -48,19 +50,22 @@ class Drawing:
             self.job.out.append(ToAgent(m.Draw(nodes=came + count)))
 
     def give_back(self, spec: m.JobSpec, assignment: m.Assignment, now: float) -> None:
-        """Take the nodes that are left over out of the job, where somebody wants Slurm to have them."""
+        """Take the nodes that are left over out of the job, where somebody wants Slurm to have them.
+
+        And say which were given back, by whomever.
+        """
         job, said = self.job, self.job.resize
-        if said is None or not said.give_back or said.nodes is None or job.stage != "running":
-            return
-        fleet = Fleet.of(spec, job.nodes, assignment)
-        if len(fleet.training) <= said.nodes and (leaving := resizing.left_over(spec, fleet)):
+        if said is not None and said.give_back and said.nodes is not None and job.stage == "running":
+            fleet = Fleet.of(spec, job.nodes, assignment)
+            leaving = resizing.left_over(spec, fleet) if len(fleet.training) <= said.nodes else ()
             for node in leaving:
-                job.lose(NodeLost(node, "given back to Slurm", 0.0, source="operator"))
-            job.meet()
-            self._given, self._given_s = (*self._given, *leaving), 0.0
-        if self._given and now - self._given_s >= AGAIN_S:
-            self._given_s = now
-            job.out.append(ToAgent(m.GiveBack(nodes=self._given)))
+                job.lose(NodeLost(node, GIVEN_BACK, 0.0, source="operator"))
+            if leaving:
+                job.meet()
+        given = frozenset(node for node, loss in job.losses.items() if loss.reason.startswith(GIVEN_BACK))
+        if given and (given != self._given or now - self._given_s >= AGAIN_S):
+            self._given, self._given_s = given, now
+            job.out.append(ToAgent(m.GiveBack(nodes=tuple(sorted(given)))))
 
     def waits(self, spec: m.JobSpec, outcome: m.Outcome, now: float) -> bool:
         """Whether a job that has no spare left does not end yet, since a node may come."""

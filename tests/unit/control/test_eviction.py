@@ -323,3 +323,18 @@ def test_whatever_is_asked_is_answered(asked: Evict, uid: int, lost: set[int]) -
         assert loss.node not in lost
         assert loss.source == asked.source
         assert asked.force or (ranks == 0 if loss.node == 4 else ranks < spares)
+
+
+def test_a_node_is_given_back_and_not_that_of_the_batch_script() -> None:
+    """Whoever leads from then on says which nodes Slurm is to have, by the reason alone."""
+    run = Run(Node(0, NODES))
+    verdict, text = run.asked("n00", give_back=True, force=True)
+    assert verdict == "refused"
+    assert "its batch script runs there" in text
+    spare = f"n{NODES - 1:02}"
+    assert run.asked(spare, give_back=True)[0] == "accepted"
+    (loss,) = run.losses
+    assert loss.reason == f"given back to Slurm by uid {OWNER}: fan"
+    run.node.wait(6.0, 1.0)
+    said = [out.order for out in run.node.told.outputs if isinstance(out, e.ToAgent)]
+    assert m.GiveBack(nodes=(NODES - 1,)) in said
