@@ -150,7 +150,9 @@ def next_assignment(now: Situation) -> Assignment:
     # A cut that its own ranks have not committed anything of is not gone on with: all begin it anew.
     same = sources.cut == now.current.cut and len(places) == len(now.current.places)
     here, former = _split(sources, len(places))
-    wanted, wanted_s = now.wanted
+    # A wish that came beside a fault, and is not followed by this plan, is new still when that one trains.
+    followed = now.resizes or len(places) != len(now.current.places)
+    wanted, wanted_s = now.wanted if followed else (now.current.wanted, now.current.wanted_s)
     return Assignment(
         job=now.spec.job,
         generation=generation,
