@@ -3,6 +3,9 @@
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 
+# Begins the name of a job by which a running one draws nodes in: it takes what is idle, and nobody has to
+# make room for it.
+HELPER_NAME = "ckptless-draw-in"
 # A job waits for nodes, and for nothing that nodes would not mend.
 WAITS_FOR_NODES = frozenset(("Resources", "Priority"))
 
@@ -17,6 +20,7 @@ class Queued:
     priority: int
     nodes: int
     reason: str
+    name: str
 
 
 def gives_way(
@@ -27,14 +31,7 @@ def gives_way(
     `idle`: nodes of the partition on which a job could start now. None where nobody of higher priority waits
     for nodes there, or the first who does has enough without ours, or would not have enough with them.
     """
-    waiting = [
-        one
-        for one in others
-        if one.state == "PENDING"
-        and one.partition == ours.partition
-        and one.priority > ours.priority
-        and one.reason in WAITS_FOR_NODES
-    ]
+    waiting = [one for one in others if _is_before(one, ours) and one.reason in WAITS_FOR_NODES]
     if not waiting:
         return None
     first = max(waiting, key=lambda one: (one.priority, -one.job_id))
@@ -45,7 +42,13 @@ def gives_way(
 
 def waits_before(ours: Queued, others: Iterable[Queued]) -> bool:
     """Whether anybody of higher priority waits in the partition: the job does not grow then."""
-    return any(
-        one.state == "PENDING" and one.partition == ours.partition and one.priority > ours.priority
-        for one in others
+    return any(_is_before(one, ours) for one in others)
+
+
+def _is_before(one: Queued, ours: Queued) -> bool:
+    return (
+        one.state == "PENDING"
+        and one.partition == ours.partition
+        and one.priority > ours.priority
+        and not one.name.startswith(f"{HELPER_NAME}-")
     )

@@ -15,6 +15,7 @@ from ckptless.daemon.protocol.errors import UsageError
 from ckptless.daemon.slurm.adapter import MAX_DRAW_IN, Job, check_node
 from ckptless.daemon.slurm.deadline import Deadline
 from ckptless.daemon.slurm.errors import SlurmError, SlurmRefusedError, SlurmUnreachableError, from_message
+from ckptless.daemon.slurm.giving_way import HELPER_NAME
 from ckptless.daemon.slurm.hostlist import compress
 from ckptless.daemon.slurm.process import Account
 
@@ -23,7 +24,6 @@ if TYPE_CHECKING:
 
 _log = logging.getLogger(__name__)
 
-HELPER_NAME = "ckptless-draw-in"
 CLEAN_UP_S = 10.0
 
 # "Unable to allocate resources: Connection timed out" is what --immediate ends with.

@@ -46,7 +46,7 @@ _JOB_FIELDS = (
     "Name",
     "Comment",
 )
-_QUEUE_FIELDS = ("JobID", "State", "Partition", "PriorityLong", "NumNodes", "Reason")
+_QUEUE_FIELDS = ("JobID", "State", "Partition", "PriorityLong", "NumNodes", "Reason", "Name")
 _ENDING_FIELDS = ("JobID", "State", "Reason", "RestartCnt", "PreemptTime", "EndTime")
 _NODE_KEY = re.compile(r"(?:^|\s)([A-Z][A-Za-z_]*)=")
 # `Not responding [slurm@2026-11-21T15:09:06] Comment=...`: after its first line Slurm says who gave the
@@ -141,6 +141,7 @@ def _queued(got: Mapping[str, str]) -> Queued:
         # `4-8` of one that would take from four to eight.
         nodes=number(got["NumNodes"].strip().partition("-")[0], "number of nodes"),
         reason=something(got["Reason"]),
+        name=something(got["Name"]),
     )
 
 

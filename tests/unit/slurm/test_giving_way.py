@@ -12,7 +12,7 @@ REASONS = ("Resources", "Priority", "Dependency", "QOSMaxNodePerUserLimit")
 
 def queued(job_id: int = 2, **fields: object) -> Queued:
     known = {"state": "PENDING", "partition": "gpu", "priority": 20, "nodes": 2, "reason": "Resources"}
-    return Queued(job_id=job_id, **{**known, **fields})  # type: ignore[arg-type]
+    return Queued(job_id=job_id, **{"name": "train", **known, **fields})  # type: ignore[arg-type]
 
 
 OURS = queued(1, state="RUNNING", priority=10, nodes=8, reason="None")
@@ -45,6 +45,14 @@ def test_what_waits_for_something_else_or_elsewhere_or_behind_is_nothing_to_give
         queued(5, state="RUNNING"),
     ]
     assert gives_way(OURS, others, 0, SIZES) is None
+
+
+def test_no_way_is_given_to_a_request_for_idle_nodes() -> None:
+    """The job's own has another priority than the job, where that is nice or of another QOS."""
+    helper = queued(2, name="ckptless-draw-in-1-0123456789ab")
+    assert gives_way(OURS, [helper], 0, SIZES) is None
+    assert not waits_before(OURS, [helper])
+    assert gives_way(OURS, [helper, queued(3)], 0, SIZES) == (queued(3), 6)
 
 
 @given(
