@@ -11,6 +11,7 @@ from ckptless.daemon.ckptlessd.local_agent import LocalAgent
 from ckptless.daemon.ckptlessd.peer_links import PeerLinks
 from ckptless.daemon.ckptlessd.peering import Roster
 from ckptless.daemon.ckptlessd.recovery import events as e
+from ckptless.daemon.ckptlessd.recovery.drawing import GIVEN_BACK
 from ckptless.daemon.ckptlessd.session import JobSession, Memory, next_identity
 from ckptless.daemon.ckptlessd.unix_server import Client
 from ckptless.daemon.ledger.writer import LedgerWriter
@@ -104,9 +105,9 @@ class JobHost:
         return self.session.control.outcome is not None
 
     @property
-    def is_left(self) -> bool:
-        """Whether the job goes on without this node."""
-        return self.session.control.nodes[self.roster.me].lost is not None
+    def is_given_back(self) -> bool:
+        """Whether this node was given back to Slurm, and the job goes on without it."""
+        return (self.session.control.nodes[self.roster.me].lost or "").startswith(GIVEN_BACK)
 
     @property
     def forgettable(self) -> bool:

@@ -353,8 +353,8 @@ class Service:
         self._cluster.notice(message)
         if isinstance(message, m.JobEnded):
             for name, job in self._jobs.items():
-                # Of a node that was given back, or lost, Slurm only takes it from the job.
-                if name.partition(".")[0] == str(message.job_id) and not job.is_left:
+                # Of a node that was given back Slurm only takes it from the job, which goes on.
+                if name.partition(".")[0] == str(message.job_id) and not job.is_given_back:
                     job.cut_short("Slurm has ended the job")
 
     async def _admit(self, hello: m.AgentHello, uid: int) -> JobHost:

@@ -127,6 +127,10 @@ class FakeRuntime:
         peers = (Peer(node=n, name=name, address="127.0.0.1", port=1) for n, name in enumerate(self.names))
         return Roster(1, tuple(peers))
 
+    def name_of(self, node: int) -> str:
+        """Return a node's name."""
+        return self.names[node]
+
     @property
     def session(self) -> SimpleNamespace:
         nodes = {n: NodeView(n, lost="x" if n in self.lost else None) for n in range(len(self.names))}
