@@ -76,16 +76,16 @@ def draw(
 def _mark_steps(axes: Axes, mark: Mark) -> None:
     axes.axvline(mark.step + 0.5, color=RED, linewidth=1.1)
     for height, text, colour in ((0.99, mark.what, RED), (0.93, mark.recovered, GREEN)):
-        _say(axes, text, (mark.step + 0.5, height), colour)
+        say(axes, text, (mark.step + 0.5, height), colour)
 
 
 def _mark_seconds(axes: Axes, mark: Mark, killed_s: float) -> None:
     axes.axvline(killed_s, color=RED, linewidth=1.1)
     axes.axvline(killed_s + mark.stall_s, color=GREEN, linewidth=1.1)
-    _say(axes, f"{mark.stall_s:.2f} s", (killed_s + mark.stall_s, 0.99), GREEN)
+    say(axes, f"{mark.stall_s:.2f} s", (killed_s + mark.stall_s, 0.99), GREEN)
 
 
-def _say(axes: Axes, text: str, where: tuple[float, float], colour: str) -> None:
+def say(axes: Axes, text: str, where: tuple[float, float], colour: str) -> None:
     """Text to the right of a line: `where` is (data, fraction of the height)."""
     axes.annotate(
         text,

@@ -18,7 +18,7 @@ sys.path.insert(0, str(Path(__file__).resolve().parents[2]))
 from tests.slurm.cluster import requirements
 from tests.slurm.cluster.api import Cluster
 from tests.slurm.cluster.plan import ClusterError
-from tests.slurm.training import make_site
+from tests.slurm.training import YAML, make_site
 
 __all__ = ["PACKAGES", "STATE_DIR", "Cluster", "ClusterError", "cluster_up", "missing"]
 
@@ -46,15 +46,16 @@ def missing() -> list[str]:
 
 
 @contextmanager
-def cluster_up(nodes: int) -> Iterator[Cluster]:
+def cluster_up(nodes: int, conf: dict[str, str] | None = None, yaml: str = YAML) -> Iterator[Cluster]:
     """A cluster with ckptlessd on every node and the plugin in Slurm, for as long as the block lasts.
 
+    `conf`: lines of slurm.conf to set; `yaml`: ckptless.yaml.
     Raises ClusterError, CalledProcessError (of the plugin's make).
     """
     place = Path(tempfile.mkdtemp(prefix="ckptless-slurm-demo-"))
     with _keeper(place):
         try:
-            cluster = make_site(place / "cluster", place / "build", nodes)
+            cluster = make_site(place / "cluster", place / "build", nodes, conf, yaml=yaml)
             cluster.up()
             yield cluster
         finally:

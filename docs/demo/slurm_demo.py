@@ -189,13 +189,14 @@ def main() -> int:
         return 1
 
 
-def _stop(number: int, _frame: object) -> None:
+def stop(number: int, _frame: object) -> None:
+    """Handle a signal: end, with the code of one that died of it."""
     sys.exit(128 + number)
 
 
 if __name__ == "__main__":
     for number in (signal.SIGTERM, signal.SIGHUP):
-        signal.signal(number, _stop)
+        signal.signal(number, stop)
     try:
         sys.exit(main())
     except KeyboardInterrupt:

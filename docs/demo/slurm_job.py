@@ -1,6 +1,7 @@
-"""One run of the training script as a job of Slurm: submitted, followed, struck; and how it ended."""
+"""Jobs of Slurm: what it and the nodes say of them; and the one that is struck while it trains."""
 
 import argparse
+import json
 import re
 import shlex
 import time
@@ -41,28 +42,98 @@ class JobError(Exception):
     """The run cannot be made, or failed; the text says why, and what the job printed last."""
 
 
-class Job:
-    """One run. All files of it are in a folder of its name, which every node sees."""
+class SlurmJob:
+    """A job with ckptless. All files of it are in a folder of its name, which every node sees."""
+
+    def __init__(self, cluster: Cluster, name: str) -> None:
+        self.folder = cluster.shared / name
+        self.number = 0
+        self._cluster, self._inside = cluster, f"/shared/{name}"
+        self._told = ""
+
+    def _submit(self, script: Path, text: str, command: str) -> None:
+        """`command`: sbatch and its options, with job.sh at the end. Raises JobError, ClusterError."""
+        self._cluster.run("ctl", "mkdir", self._inside, user=USER)
+        (self.folder / "job.sh").write_text(text)
+        # A checkout that only root can read is the one thing that a cluster of its own does not mend.
+        if self._cluster.run("node01", "test", "-r", str(script), user=USER, check=False).returncode:
+            raise JobError(f"users other than root cannot read {script}: chmod -R a+rX the checkout")
+        words = command.split()
+        words.insert(1, "--parsable")
+        self.number = int(self._cluster.run("ctl", *words, user=USER, cwd=self._inside).stdout)
+
+    def ask(self) -> None:
+        """Have Slurm say what it knows of the job."""
+        self._told = self._cluster.run("ctl", "scontrol", "-o", "show", "job", str(self.number)).stdout
+
+    def slurm(self, field: str) -> str:
+        """A field of `scontrol show job`, as Slurm said it last."""
+        found = re.search(rf"(?:^|\s){field}=(\S*)", self._told)
+        return found[1] if found else ""
+
+    def ledger(self) -> Snapshot:
+        """What the nodes' ledgers know of this job, those of nodes without power included."""
+        folder = self._cluster.shared / "ledgers"
+        folder.mkdir(exist_ok=True)
+        for node in self._cluster.plan.node_names:
+            if not (folder / node).is_symlink():  # side by side, as read_all wants them
+                (folder / node).symlink_to(self._cluster.var(node) / STATE_DIR.removeprefix("/var/"))
+        return read_all(folder, events=False).of_job(str(self.number))
+
+    def outcome(self) -> Outcome | None:
+        """What the agents wrote down of its end, whichever start of the job it was."""
+        folder = self.folder / f"ckptless-{self.number}"
+        try:
+            launch = json.loads((folder / OUTCOME_FILE).read_text())["launch"]
+        except FileNotFoundError:
+            return None
+        return read_outcome(folder, str(self.number), launch)
+
+    @property
+    def outcome_file(self) -> str:
+        """Where they did so, on every node."""
+        return f"{self._inside}/ckptless-{self.number}/{OUTCOME_FILE}"
+
+    def said(self) -> str:
+        """The end of what the job printed."""
+        file = self.folder / f"slurm-{self.number}.out"
+        return "\n".join(file.read_text(errors="replace").splitlines()[-15:]) if file.exists() else ""
+
+    def left(self) -> list[str]:
+        """Jobs that Slurm still has, and processes of the user that are still there; in sentences."""
+        found = []
+        if left := self._cluster.run("ctl", "squeue", "-h").stdout.strip():
+            found.append(f"squeue still has {left}")
+        for node in self.nodes_on():
+            if left := self._cluster.run(node, "pgrep", "-a", "-u", USER, check=False).stdout.strip():
+                found.append(f"on {node} there is still {left}")
+        return found
+
+    def nodes_on(self) -> list[str]:
+        """The nodes that have power."""
+        return self._cluster.plan.node_names
+
+
+class Job(SlurmJob):
+    """One run of the training script: submitted, followed, struck; and how it ended."""
 
     def __init__(
         self, cluster: Cluster, name: str, args: argparse.Namespace, faults: list[Fault], screen: Screen
     ) -> None:
-        self.folder = cluster.shared / name
+        super().__init__(cluster, name)
         self.losses, self.faults = Losses(self.folder, NODES), faults
         self.lost: list[str] = []
         self.wall_s = 0.0
-        self.number = 0
         self.command = f"sbatch --ckptless=spares={args.spares} -N{NODES + args.spares} job.sh"
-        self._cluster, self._args, self._screen = cluster, args, screen
-        self._inside = f"/shared/{name}"
+        self._args, self._screen = args, screen
         self._open: Fault | None = None
-        self._told = ""
 
     # --------------------------------------------------------------------------------------- running
 
     def run(self, title: str) -> None:
         """From sbatch to the job's end, and until its nodes are free. Raises JobError, ClusterError."""
-        self._submit()
+        text = JOB.format(script=shlex.quote(str(SCRIPT)), steps=self._args.steps, seed=self._args.seed)
+        self._submit(SCRIPT, text, self.command)
         self._screen.say(f"\n{title}\n$ {self.command}", "bold")
         began = time.monotonic()
         with self._screen.run(f"Submitted batch job {self.number}", self._args.steps):
@@ -76,26 +147,13 @@ class Job:
             fault.recovery = self._recovery(fault)
         self._cluster.wait_idle(*self.nodes_on(), timeout_s=IDLE_DEADLINE_S)
 
-    def _submit(self) -> None:
-        self._cluster.run("ctl", "mkdir", self._inside, user=USER)
-        text = JOB.format(script=shlex.quote(str(SCRIPT)), steps=self._args.steps, seed=self._args.seed)
-        (self.folder / "job.sh").write_text(text)
-        # A checkout that only root can read is the one thing that a cluster of its own does not mend.
-        if self._cluster.run("node01", "test", "-r", str(SCRIPT), user=USER, check=False).returncode:
-            raise JobError(f"users other than root cannot read {SCRIPT}: chmod -R a+rX the checkout")
-        command = [*self.command.split(), "--parsable"]
-        command.insert(1, command.pop())
-        self.number = int(self._cluster.run("ctl", *command, user=USER, cwd=self._inside).stdout)
-
     def _follow(self) -> None:
         asked_at, news_at, news = 0.0, time.monotonic(), ("", 0)
         while True:
             now = time.monotonic()
             if now - asked_at > ASK_S:
                 asked_at = now
-                self._told = self._cluster.run(
-                    "ctl", "scontrol", "-o", "show", "job", str(self.number)
-                ).stdout
+                self.ask()
             self._look()
             if self.slurm("JobState") not in ALIVE:
                 return
@@ -150,15 +208,6 @@ class Job:
 
     # --------------------------------------------------------------------------------- looking at it
 
-    def ledger(self) -> Snapshot:
-        """What the nodes' ledgers know of this job, those of nodes without power included."""
-        folder = self._cluster.shared / "ledgers"
-        folder.mkdir(exist_ok=True)
-        for node in self._cluster.plan.node_names:
-            if not (folder / node).is_symlink():  # side by side, as read_all wants them
-                (folder / node).symlink_to(self._cluster.var(node) / STATE_DIR.removeprefix("/var/"))
-        return read_all(folder, events=False).of_job(str(self.number))
-
     def _recovery(self, fault: Fault) -> RecoveryRecord | None:
         later = [r for r in self.ledger().recoveries if fault.killed_at and r.generation > fault.generation]
         return next((r for r in later if r.outcome == "recovered"), None)
@@ -167,25 +216,6 @@ class Job:
         """The nodes that still have power."""
         return [node for node in self._cluster.plan.node_names if node not in self.lost]
 
-    def slurm(self, field: str) -> str:
-        """A field of `scontrol show job`, as Slurm said it last."""
-        found = re.search(rf"(?:^|\s){field}=(\S*)", self._told)
-        return found[1] if found else ""
-
-    def outcome(self) -> Outcome | None:
-        """What the agents wrote down of its end."""
-        return read_outcome(self.folder / f"ckptless-{self.number}", str(self.number))
-
-    @property
-    def outcome_file(self) -> str:
-        """Where they did so, on every node."""
-        return f"{self._inside}/ckptless-{self.number}/{OUTCOME_FILE}"
-
-    def said(self) -> str:
-        """The end of what the job printed."""
-        file = self.folder / f"slurm-{self.number}.out"
-        return "\n".join(file.read_text(errors="replace").splitlines()[-15:]) if file.exists() else ""
-
     def wrong(self) -> list[str]:
         """What is not as it should be, in Slurm and on the nodes, now that it is over; in sentences."""
         found = []
@@ -193,17 +223,12 @@ class Job:
         wanted = "CANCELLED" if self.slurm("BatchHost") in self.lost else "COMPLETED"
         if self.slurm("JobState") != wanted:
             found.append(f"Slurm calls the job {self.slurm('JobState')}, not {wanted}")
-        if left := self._cluster.run("ctl", "squeue", "-h").stdout.strip():
-            found.append(f"squeue still has {left}")
         for node, state in self._cluster.node_states().items():
             if node in self.lost and not state.startswith("down"):
                 found.append(f"Slurm calls {node} {state}, not down")
             if node in self.lost and not self.reason(node).startswith("ckptless: "):
                 found.append(f"Slurm's reason for {node} is {self.reason(node)!r}, not ours")
-        for node in self.nodes_on():
-            if left := self._cluster.run(node, "pgrep", "-a", "-u", USER, check=False).stdout.strip():
-                found.append(f"on {node} there is still {left}")
-        return found
+        return found + self.left()
 
     def reason(self, node: str) -> str:
         """Why a node is down, in Slurm's records."""
