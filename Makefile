@@ -134,6 +134,11 @@ check: lint types imports test
 slurm-demo: slurm-packages $(STAMP)
 	$(BIN)/python docs/demo/slurm_demo.py $(ARGS)
 
+# An elastic job on twelve such nodes: it gives way to a job of higher priority, and grows again as nodes come free.
+.PHONY: elastic-demo
+elastic-demo: slurm-packages $(STAMP)
+	$(BIN)/python docs/demo/elastic_demo.py $(ARGS)
+
 # Debian's Slurm, where it is missing.
 SLURM_PACKAGES := slurmd slurmctld slurm-client slurm-wlm-basic-plugins libslurm-dev munge libmunge2 iproute2 \
 	procps gcc libc6-dev
