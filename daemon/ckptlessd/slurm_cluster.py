@@ -47,6 +47,8 @@ ADMIT_S = 10.0
 FRESH_S = 2.0
 # Slurm's list of nodes changes that seldom.
 NODES_AGE_S = 600.0
+# So long after nodes were given back Slurm has them, or does not take them.
+IN_VAIN_S = 30.0
 LOOKUP_S, LOOKUP_THREADS = 10.0, 8
 RETRY_S = 5.0
 # While a job waits for its nodes: one that Slurm has down will not come.
@@ -86,8 +88,10 @@ class SlurmCluster:
         self.gives_way = False
         # Whether jobs leave a node that is drained, where they can go on without it.
         self.leaves_drained = False
-        # Of runs that have: when that was said.
-        self._gave_way: dict[str, float] = {}
+        # Of runs that have: when that was said, and how many nodes they had then.
+        self._gave_way: dict[str, tuple[float, int]] = {}
+        # Runs whose nodes Slurm does not take back.
+        self._in_vain: set[str] = set()
         self._announced: dict[int, int] = {}
         self._addresses: dict[str, str] = {}
         self._marked_down: set[str] = set()
@@ -466,27 +470,45 @@ class SlurmCluster:
             ours, spec = known.get(slurm_job_id(run.job)), run.session.control.spec
             if ours is None or spec is None:
                 continue
+            if self._is_in_vain(run, ours.nodes):
+                continue
             idle = sum(node.idle and ours.partition in node.partitions for node in reading.value)
             sizes = [size + spec.spares for size in spec.sizes]
             found = gives_way(ours, queue, idle, sizes)
             if found is not None:
                 first, keeps = found
-                self._resize(run, keeps - spec.spares, f"job {first.job_id} waits for {first.nodes} nodes")
+                why = f"job {first.job_id} waits for {first.nodes} nodes"
+                self._resize(run, keeps - spec.spares, ours.nodes, why)
             elif self._has_given_way(run) and not waits_before(ours, queue):
-                self._resize(run, None, "no job of higher priority waits any more")
+                self._resize(run, None, ours.nodes, "no job of higher priority waits any more")
+
+    def _is_in_vain(self, run: "JobHost", nodes: int) -> bool:
+        """Whether Slurm does not take back what a run gives: it still has as many `nodes` as before.
+
+        Slurm 22.05 without slurmdbd refuses it for a job that has been resized before.
+        """
+        if run.job in self._in_vain:
+            return True
+        at_s, had = self._gave_way.get(run.job, (0.0, 0))
+        gave = self._has_given_way(run) and run.session.control.wanted[0] is not None
+        if not gave or time.time() - at_s < IN_VAIN_S or nodes < had:
+            return False
+        self._in_vain.add(run.job)
+        self._resize(run, None, nodes, "Slurm does not take the nodes back")
+        return True
 
     def _has_given_way(self, run: "JobHost") -> bool:
         """Whether the newest wish for a size is this daemon's own."""
-        return self._gave_way.get(run.job) == run.session.control.wanted[1]
+        return self._gave_way.get(run.job, (None, 0))[0] == run.session.control.wanted[1]
 
-    def _resize(self, run: "JobHost", size: int | None, why: str) -> None:
+    def _resize(self, run: "JobHost", size: int | None, had: int, why: str) -> None:
         wanted = run.session.control.wanted[0]
         # What a person wants to be smaller still stays so.
         if wanted == size or (size is not None and wanted is not None and wanted < size):
             return
         at_s = time.time()
         run.note("info", "gives-way", f"{why}: {size if size is not None else 'as many'} nodes from now on")
-        self._gave_way[run.job] = at_s
+        self._gave_way[run.job] = at_s, had
         run.session.resize(Resize(nodes=size, at_s=at_s, give_back=size is not None))
 
     def _spawn(self, work: Coroutine[Any, Any, None]) -> None:

@@ -10,6 +10,7 @@ from ckptless.daemon.launch.late import LateNodes
 from ckptless.daemon.protocol.errors import CkptlessError
 from ckptless.daemon.protocol.forming import nodes_asked_for, nodes_given_back, nodes_up, unmark_up
 from ckptless.daemon.slurm.commands import Commands
+from ckptless.daemon.slurm.errors import SlurmRefusedError
 from ckptless.daemon.slurm.hostlist import compress
 
 logger = logging.getLogger(__name__)
@@ -35,6 +36,8 @@ class DrawIn:
         # By number, as in JobSpec.
         self._names = list(names)
         self._given_back: set[int] = set()
+        # Nodes that are out of the job and that Slurm does not take: they are used again before others.
+        self._kept: list[str] = []
         self._task: asyncio.Task[None] | None = None
         self._pause_s, self._next_s = FIRST_PAUSE_S, 0.0
         self._said = ""
@@ -75,13 +78,20 @@ class DrawIn:
 
     async def _release(self, numbers: Sequence[int]) -> None:
         names = [self._names[number] for number in numbers]
-        await Commands().release(self._job_id, names, deadline_s=DEADLINE_S)
         self._given_back.update(numbers)
+        try:
+            await Commands().release(self._job_id, names, deadline_s=DEADLINE_S)
+        except SlurmRefusedError:
+            self._kept += names
+            raise
         logger.info("%s: given back", compress(names))
 
     async def _draw(self) -> None:
         avoid = [name for number, name in enumerate(self._names) if number not in self._given_back]
-        (name,) = await Commands().draw_in(self._job_id, 1, avoid=avoid, deadline_s=DEADLINE_S)
+        if self._kept:
+            name = self._kept.pop(0)
+        else:
+            (name,) = await Commands().draw_in(self._job_id, 1, avoid=avoid, deadline_s=DEADLINE_S)
         self._late.start()
         self._names.append(name)
         logger.info("%s: drawn in", name)

@@ -21,6 +21,8 @@ class Queued:
     nodes: int
     reason: str
     name: str
+    qos: str = ""
+    nice: int = 0
 
 
 def gives_way(

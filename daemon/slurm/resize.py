@@ -15,7 +15,7 @@ from ckptless.daemon.protocol.errors import UsageError
 from ckptless.daemon.slurm.adapter import MAX_DRAW_IN, Job, check_node
 from ckptless.daemon.slurm.deadline import Deadline
 from ckptless.daemon.slurm.errors import SlurmError, SlurmRefusedError, SlurmUnreachableError, from_message
-from ckptless.daemon.slurm.giving_way import HELPER_NAME
+from ckptless.daemon.slurm.giving_way import HELPER_NAME, Queued
 from ckptless.daemon.slurm.hostlist import compress
 from ckptless.daemon.slurm.process import Account
 
@@ -41,7 +41,9 @@ async def grow(
     # The daemon may run as root, whose jobs may be what a user's may not: all is asked for in the user's
     # name.
     account = Account.of(job.user_id)
-    request = _request(job, count, avoid, helper_name, deadline)
+    queue = await slurm.queue(deadline_s=deadline.left_s)
+    ours = next((one for one in queue if one.job_id == job_id), None)
+    request = (*_request(job, count, avoid, helper_name, deadline), *_standing(ours))
     try:
         done = await slurm.command(deadline, "salloc", *request, account=account)
         if done.status != 0:
@@ -107,6 +109,14 @@ def _request(
     if avoid:
         options.append(f"--exclude={compress(check_node(name) for name in avoid)}")
     return tuple(options)
+
+
+def _standing(ours: Queued | None) -> tuple[str, ...]:
+    """The options by which it stands in the queue where the job did, and not before others that wait."""
+    if ours is None:
+        return ()
+    nice = (f"--nice={ours.nice}",) if ours.nice > 0 else ()
+    return (*nice, f"--qos={ours.qos}") if ours.qos else nice
 
 
 def _no_nodes(job_id: int, count: int, said: str) -> SlurmError:

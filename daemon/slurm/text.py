@@ -46,7 +46,7 @@ _JOB_FIELDS = (
     "Name",
     "Comment",
 )
-_QUEUE_FIELDS = ("JobID", "State", "Partition", "PriorityLong", "NumNodes", "Reason", "Name")
+_QUEUE_FIELDS = ("JobID", "State", "Partition", "PriorityLong", "NumNodes", "Reason", "Name", "QOS", "Nice")
 _ENDING_FIELDS = ("JobID", "State", "Reason", "RestartCnt", "PreemptTime", "EndTime")
 _NODE_KEY = re.compile(r"(?:^|\s)([A-Z][A-Za-z_]*)=")
 # `Not responding [slurm@2026-11-21T15:09:06] Comment=...`: after its first line Slurm says who gave the
@@ -56,6 +56,7 @@ _REASON = re.compile(
 )
 
 _ARRAY = re.compile(r"[0-9]{1,10}_(?:[0-9]{1,10}|\[.*\])", re.ASCII)
+_NICE = re.compile(r"-?[0-9]{1,12}", re.ASCII)
 _STATE = re.compile(r"[A-Z][A-Z_]{1,40}", re.ASCII)
 _NUMBER = re.compile(r"[0-9]{1,15}", re.ASCII)
 _DURATION = re.compile(r"(?:([0-9]{1,9})-)?(?:([0-9]{1,9}):)?([0-9]{1,9}):([0-9]{1,2})", re.ASCII)
@@ -142,6 +143,8 @@ def _queued(got: Mapping[str, str]) -> Queued:
         nodes=number(got["NumNodes"].strip().partition("-")[0], "number of nodes"),
         reason=something(got["Reason"]),
         name=something(got["Name"]),
+        qos=something(got["QOS"]),
+        nice=int(nice) if _NICE.fullmatch(nice := got["Nice"].strip()) else 0,
     )
 
 

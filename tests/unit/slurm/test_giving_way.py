@@ -5,7 +5,9 @@ from __future__ import annotations
 from hypothesis import given
 from hypothesis import strategies as st
 
+from ckptless.daemon.slurm import resize
 from ckptless.daemon.slurm.giving_way import Queued, gives_way, waits_before
+from ckptless.daemon.slurm.text import JobFormat
 
 REASONS = ("Resources", "Priority", "Dependency", "QOSMaxNodePerUserLimit")
 
@@ -85,3 +87,24 @@ def test_who_gives_way_keeps_a_size_and_lets_the_other_start(
     # No more than that takes.
     larger = [size for size in sizes if keeps < size]
     assert all(OURS.nodes - size + idle < first.nodes for size in larger)
+
+
+def test_squeues_answer() -> None:
+    form = JobFormat.of_queue("separator")
+    end, last = "separator;", "separator."
+    rows = [
+        ("7", "PENDING", "gpu", "4294901758", "4-8", "Resources", "other", "normal", "0"),
+        ("4", "RUNNING", "gpu", "900", "12", "None", "a;name", "(null)", "1000"),
+        ("5", "RUNNING", "gpu", "900", "1", "None", "x", "low", "-5"),
+    ]
+    first, second, third = form.read_queue("\n".join(end.join(row) + last for row in rows))
+    assert (first.nodes, first.reason, first.qos, first.nice) == (4, "Resources", "normal", 0)
+    assert (second.priority, second.name, second.qos, second.nice) == (900, "a;name", "", 1000)
+    assert third.nice == -5
+
+
+def test_the_request_for_nodes_stands_in_the_queue_where_the_job_did() -> None:
+    assert resize._standing(None) == ()
+    assert resize._standing(queued(qos="low", nice=1000)) == ("--nice=1000", "--qos=low")
+    # Only root may say less than 0.
+    assert resize._standing(queued(nice=-5)) == ()
