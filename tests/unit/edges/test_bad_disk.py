@@ -415,6 +415,7 @@ def test_a_vote_that_the_disk_does_not_answer_has_failed(
         writer.save_vote(JOB, ("id", promised(1)), lambda: pytest.fail("told"), told.append)
         await until("it has failed", lambda: told)
         assert told == [f"{tmp_path / 'ledger.db'}: the disk has not taken a vote in 0 s"] == [writer.trouble]
+        monkeypatch.setattr("ckptless.daemon.ledger.writer.VOTE_DEADLINE_S", DEADLINE_S)
         writer.save_vote(JOB, ("id", promised(2)), lambda: told.append(2), pytest.fail)
         done.set()
         await until("the next one is told", lambda: told[-1] == 2)
