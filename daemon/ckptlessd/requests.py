@@ -14,7 +14,7 @@ from ckptless.daemon.ckptlessd.recovery.drawing import GIVEN_BACK
 from ckptless.daemon.ckptlessd.recovery.events import NodeLost
 from ckptless.daemon.ckptlessd.recovery.job_state import JobState
 from ckptless.daemon.protocol.eviction import Evict, Evicted
-from ckptless.daemon.protocol.messages import PROTOCOL, Resize
+from ckptless.daemon.protocol.messages import PROTOCOL, Wish
 from ckptless.daemon.protocol.resizing import Resized, ResizeJob
 from ckptless.daemon.protocol.saving import Save, Saved
 
@@ -73,9 +73,9 @@ def resize(jobs: Iterable[JobHost], asked: ResizeJob, uid: int) -> Resized:
     if why is not None:
         return Resized(verdict="refused", text=f"job {run.job} stays as large as it is: {why}")
     assert control.assignment is not None
-    already = control.assignment.wanted == asked.nodes
+    already = control.assignment.wanted.nodes == asked.nodes
     # Said in either case: another wish may be on its way, and the newest counts.
-    run.session.resize(Resize(nodes=asked.nodes, at_s=time.time(), give_back=asked.give_back))
+    run.session.resize(Wish(nodes=asked.nodes, at_s=time.time(), give_back=asked.give_back))
     s = "" if asked.nodes == 1 else "s"
     many = "as many nodes as there are" if asked.nodes is None else f"{asked.nodes} node{s}"
     words = "is wanted to train on {} already" if already else "is to train on {} from now on"

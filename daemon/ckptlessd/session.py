@@ -8,6 +8,8 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Protocol, TypeAlias
 
+from msgspec import structs
+
 from ckptless.daemon.ckptlessd.membership.watch import Times
 from ckptless.daemon.ckptlessd.peering import Links, Peering, Roster
 from ckptless.daemon.ckptlessd.planning.faults import NodeViews
@@ -22,6 +24,8 @@ from ckptless.daemon.protocol.records import EventRecord, Record
 logger = logging.getLogger(__name__)
 
 LIFE_BITS = 40
+# By so much is a wish newer than the one before it, at least.
+NEWER_S = 0.001
 
 
 class Outlets(Protocol):
@@ -165,9 +169,11 @@ class JobSession:
         )
         self.say(None, told)
 
-    def resize(self, wanted: m.Resize) -> None:
+    def resize(self, wish: m.Wish) -> None:
         """Somebody wants the job to have another number of nodes."""
-        self.feed(e.Report(self.control.me, wanted))
+        # Newer than what is known, also where the clock of the node where that was said is ahead.
+        at_s = max(wish.at_s, self.control.wanted.at_s + NEWER_S)
+        self.feed(e.Report(self.control.me, m.Resize(wish=structs.replace(wish, at_s=at_s))))
 
     def feed(self, *events: e.Input) -> None:
         """Inputs, and everything that follows from them."""

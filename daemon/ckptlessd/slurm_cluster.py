@@ -19,7 +19,7 @@ from ckptless.daemon.ckptlessd.requeue_memory import RequeueMemory
 from ckptless.daemon.ckptlessd.requeue_table import Entry
 from ckptless.daemon.ledger.writer import LedgerWriter
 from ckptless.daemon.protocol.errors import CkptlessError, LedgerError, PeerError, UsageError
-from ckptless.daemon.protocol.messages import AgentHello, Cancel, JobEnded, JobStarted, Outcome, Resize
+from ckptless.daemon.protocol.messages import AgentHello, Cancel, JobEnded, JobStarted, Outcome, Wish
 from ckptless.daemon.protocol.records import JobRecord
 from ckptless.daemon.settings.bind import interfaces
 from ckptless.daemon.settings.config import Peer
@@ -88,8 +88,8 @@ class SlurmCluster:
         self.gives_way = False
         # Whether jobs leave a node that is drained, where they can go on without it.
         self.leaves_drained = False
-        # Of runs that have: when that was said, and how many nodes they had then.
-        self._gave_way: dict[str, tuple[float, int]] = {}
+        # How many nodes runs had when this daemon had them give way.
+        self._had: dict[str, int] = {}
         # Runs whose nodes Slurm does not take back.
         self._in_vain: set[str] = set()
         self._announced: dict[int, int] = {}
@@ -479,7 +479,7 @@ class SlurmCluster:
                 first, keeps = found
                 why = f"job {first.job_id} waits for {first.nodes} nodes"
                 self._resize(run, keeps - spec.spares, ours.nodes, why)
-            elif self._has_given_way(run) and not waits_before(ours, queue):
+            elif run.session.control.wanted.gives_way and not waits_before(ours, queue):
                 self._resize(run, None, ours.nodes, "no job of higher priority waits any more")
 
     def _is_in_vain(self, run: "JobHost", nodes: int) -> bool:
@@ -489,27 +489,22 @@ class SlurmCluster:
         """
         if run.job in self._in_vain:
             return True
-        at_s, had = self._gave_way.get(run.job, (0.0, 0))
-        gave = self._has_given_way(run) and run.session.control.wanted[0] is not None
-        if not gave or time.time() - at_s < IN_VAIN_S or nodes < had:
+        wanted, had = run.session.control.wanted, self._had.get(run.job)
+        if not wanted.gives_way or had is None or time.time() - wanted.at_s < IN_VAIN_S or nodes < had:
             return False
         self._in_vain.add(run.job)
         self._resize(run, None, nodes, "Slurm does not take the nodes back")
         return True
 
-    def _has_given_way(self, run: "JobHost") -> bool:
-        """Whether the newest wish for a size is this daemon's own."""
-        return self._gave_way.get(run.job, (None, 0))[0] == run.session.control.wanted[1]
-
     def _resize(self, run: "JobHost", size: int | None, had: int, why: str) -> None:
-        wanted = run.session.control.wanted[0]
+        wanted = run.session.control.wanted.nodes
         # What a person wants to be smaller still stays so.
         if wanted == size or (size is not None and wanted is not None and wanted < size):
             return
-        at_s = time.time()
         run.note("info", "gives-way", f"{why}: {size if size is not None else 'as many'} nodes from now on")
-        self._gave_way[run.job] = at_s, had
-        run.session.resize(Resize(nodes=size, at_s=at_s, give_back=size is not None))
+        self._had[run.job] = had
+        gives = size is not None
+        run.session.resize(Wish(nodes=size, at_s=time.time(), give_back=gives, gives_way=gives))
 
     def _spawn(self, work: Coroutine[Any, Any, None]) -> None:
         task = asyncio.create_task(work)

@@ -12,7 +12,6 @@ from msgspec import Meta, Struct
 from ckptless.daemon.protocol.codec import PROTOCOL as PROTOCOL
 from ckptless.daemon.protocol.limits import (
     OF_RANKS,
-    Age,
     Clipped,
     Digest,
     ExitCode,
@@ -63,6 +62,7 @@ from ckptless.daemon.protocol.model import SlotState as SlotState
 from ckptless.daemon.protocol.model import Tries as Tries
 from ckptless.daemon.protocol.model import Value as Value
 from ckptless.daemon.protocol.model import Why as Why
+from ckptless.daemon.protocol.model import Wish as Wish
 
 MAX_ANNOUNCED = 4096
 
@@ -141,15 +141,9 @@ class Cancel(Clipped, Message, frozen=True, kw_only=True):
 
 
 class Resize(Message, frozen=True, kw_only=True):
-    """Somebody wants the job to train on so many nodes from now on; None: on as many as there are.
+    """The job is to train on another number of nodes from now on."""
 
-    Said at `at_s`, Unix time: the newest word counts. `give_back`: what is then neither trained on nor a
-    spare is given back to Slurm.
-    """
-
-    nodes: NodeCount | None
-    at_s: Age
-    give_back: bool = False
+    wish: Wish
 
 
 class Admitted(Message, frozen=True, kw_only=True):

@@ -346,6 +346,19 @@ class Former(Value, frozen=True, kw_only=True):
     record_nodes: Annotated[tuple[Nodes, ...], OF_RANKS]
 
 
+class Wish(Value, frozen=True, kw_only=True):
+    """Somebody wants an elastic job to be trained on so many nodes (None: as many as there are).
+
+    Said at `at_s`, Unix time: the newest word counts. `give_back`: what is then neither trained on nor a
+    spare is given back to Slurm. `gives_way`: nobody said it, the job makes room for another one.
+    """
+
+    nodes: NodeCount | None = None
+    at_s: Age = 0.0
+    give_back: bool = False
+    gives_way: bool = False
+
+
 class Assignment(Clipped, Value, frozen=True, kw_only=True, dict=True, gc=True):
     """One generation: who has which rank, and where the state comes from.
 
@@ -360,8 +373,8 @@ class Assignment(Clipped, Value, frozen=True, kw_only=True, dict=True, gc=True):
 
     The state is *cut* for a number of ranks: which rank has which part of it. `cut` is the generation that
     was the first with this cut. Where `former` is there, the restored step is of another cut, and each rank
-    takes its part of it; `shards`, `tensor_nodes` and `record_nodes` are empty then. `wanted`: so many nodes
-    somebody wants to be trained on, and said so at `wanted_s` (Unix time); None: as many as there are.
+    takes its part of it; `shards`, `tensor_nodes` and `record_nodes` are empty then. `wanted`: the wish
+    that is followed.
     """
 
     job: JobName
@@ -385,8 +398,7 @@ class Assignment(Clipped, Value, frozen=True, kw_only=True, dict=True, gc=True):
     stock_roots: bool = False
     cut: Generation = 1
     former: Former | None = None
-    wanted: NodeCount | None = None
-    wanted_s: Age = 0.0
+    wanted: Wish = Wish()
 
     @cached_property
     def ranks_by_node(self) -> dict[int, tuple[int, ...]]:

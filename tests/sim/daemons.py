@@ -292,11 +292,11 @@ class Daemon:
         if session is not None:
             self._do(lambda _peering: session.lose(loss))
 
-    def resize(self, wanted: m.Resize) -> None:
+    def resize(self, wish: m.Wish) -> None:
         """Somebody wants the job to have another size."""
         session = self._session
         if session is not None:
-            self._do(lambda _peering: session.resize(wanted))
+            self._do(lambda _peering: session.resize(wish))
 
     # --------------------------------------------------------------------------------------- death
 

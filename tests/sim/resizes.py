@@ -89,4 +89,4 @@ def _ask(world: "World", size: int | None, pick: float) -> None:
     daemon = daemons[int(pick * len(daemons))]
     world.story.tell("resize", f"{daemon.name} hears that the job is to have {size} nodes")
     world.injected["resize"] += 1
-    daemon.resize(m.Resize(nodes=size, at_s=world.wall_clock()))
+    daemon.resize(m.Wish(nodes=size, at_s=world.wall_clock()))

@@ -29,6 +29,7 @@ from ckptless.daemon.protocol.messages import (
     Replaced,
     Tries,
     Why,
+    Wish,
 )
 
 RUNGS = ("start", "in-process", "process", "spare", "grow", "shrink")
@@ -58,8 +59,8 @@ class Situation:
     """Everything a plan depends on. `progress` is the newest step that any rank committed.
 
     `now_s` is Unix time in seconds; another leader's may differ by as much as the nodes' clocks do.
-    `wanted` is how many nodes somebody wants, and when that was said, as in `Assignment`; `resizes`: the
-    generation was stopped so that the job has another size.
+    `wanted` is the newest wish for another size; `resizes`: the generation was stopped so that the job has
+    another size.
     """
 
     spec: JobSpec
@@ -70,7 +71,7 @@ class Situation:
     term: int
     leader: int
     now_s: float = 0.0
-    wanted: tuple[int | None, float] = resizing.AS_MANY_AS_THERE_ARE
+    wanted: Wish = resizing.AS_MANY_AS_THERE_ARE
     resizes: bool = False
 
     @property
@@ -152,7 +153,6 @@ def next_assignment(now: Situation) -> Assignment:
     here, former = _split(sources, len(places))
     # A wish that came beside a fault, and is not followed by this plan, is new still when that one trains.
     followed = now.resizes or len(places) != len(now.current.places)
-    wanted, wanted_s = now.wanted if followed else (now.current.wanted, now.current.wanted_s)
     return Assignment(
         job=now.spec.job,
         generation=generation,
@@ -166,8 +166,7 @@ def next_assignment(now: Situation) -> Assignment:
         record_nodes=here.record_nodes,
         cut=now.current.cut if same else generation if former or sources.step is None else sources.cut,
         former=former,
-        wanted=wanted,
-        wanted_s=wanted_s,
+        wanted=now.wanted if followed else now.current.wanted,
         renew=tuple(sorted(answers.renew & set(places))),
         rung=answers.rung,
         faults=tuple(fault.id for fault in now.causes),
@@ -360,8 +359,8 @@ def _places(now: Situation, answers: _Answers) -> tuple[Place, ...]:
         except NoPlanError as error:
             no_spare = error
     fleet = Fleet.of(now.spec, now.nodes, now.current, answers.bad)
-    size = resizing.size(now.spec, fleet, now.wanted[0])
-    if size is None and now.wanted[0] is not None:
+    size = resizing.size(now.spec, fleet, now.wanted.nodes)
+    if size is None and now.wanted.nodes is not None:
         # Better fewer than are wanted, or more, than the end of the job.
         size = resizing.size(now.spec, fleet, None)
     if size is not None and (now.resizes or size < len(fleet.training)):

@@ -8,10 +8,10 @@ from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass
 
 from ckptless.daemon.ckptlessd.planning.faults import NodeView
-from ckptless.daemon.protocol.messages import Assignment, JobSpec, Place
+from ckptless.daemon.protocol.messages import Assignment, JobSpec, Place, Wish
 
-# Nobody's word: as many nodes as there are.
-AS_MANY_AS_THERE_ARE: tuple[int | None, float] = (None, 0.0)
+# Nobody's word.
+AS_MANY_AS_THERE_ARE = Wish()
 
 
 @dataclass(frozen=True)

@@ -41,7 +41,7 @@ class Drawing:
         if not spec.late:
             return
         fleet = Fleet.of(spec, self.job.nodes, assignment)
-        count = resizing.lacking(spec, self.job.nodes, fleet, self.job.wanted[0])
+        count = resizing.lacking(spec, self.job.nodes, fleet, self.job.wanted.nodes)
         if count != self._told or now - self._told_s >= AGAIN_S:
             if count > max(0, self._told):
                 self.job.tell(Line("info", "draw-in", f"{count} nodes more would be used"), now)
@@ -54,8 +54,8 @@ class Drawing:
 
         And say which were given back, by whomever.
         """
-        job, said = self.job, self.job.resize
-        if said is not None and said.give_back and said.nodes is not None and job.stage == "running":
+        job, said = self.job, self.job.wanted
+        if said.give_back and said.nodes is not None and job.stage == "running":
             fleet = Fleet.of(spec, job.nodes, assignment)
             leaving = resizing.left_over(spec, fleet) if len(fleet.training) <= said.nodes else ()
             for node in leaving:

@@ -66,7 +66,7 @@ class Following:
             case m.Cancel():
                 job.cancelled = message
             case m.Resize():
-                if job.resize is None or message.at_s > job.resize.at_s:
+                if job.resize is None or message.wish.at_s > job.resize.wish.at_s:
                     job.resize = message
             case _ if report.node == job.me:
                 job.tell(Line(message.level, message.kind, message.text), now, message.generation)

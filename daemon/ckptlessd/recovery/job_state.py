@@ -96,12 +96,12 @@ class JobState:
         return self.reign.number
 
     @property
-    def wanted(self) -> tuple[int | None, float]:
-        """How many nodes somebody wants the job to have (None: nobody), and when that was said."""
+    def wanted(self) -> m.Wish:
+        """The newest wish for another size: one that this node has heard, or one that is followed."""
         said, agreed = self.resize, self.assignment
-        words = [(said.nodes, said.at_s)] if said is not None else []
-        words += [(agreed.wanted, agreed.wanted_s)] if agreed is not None else []
-        return max(words, key=lambda word: word[1], default=(None, 0.0))
+        words = [said.wish] if said is not None else []
+        words += [agreed.wanted] if agreed is not None else []
+        return max(words, key=lambda word: word.at_s, default=m.Wish())
 
     @property
     def leads(self) -> bool:

@@ -35,16 +35,16 @@ class Sizes:
         if spec is None or not spec.elastic or self.job.stage != "running" or now - self._looked_s < LOOK_S:
             return None
         self._looked_s = now
-        fleet, (wanted, wanted_s) = Fleet.of(spec, self.job.nodes, assignment), self.job.wanted
-        larger = resizing.may_grow(spec, fleet, wanted)
+        fleet, wanted = Fleet.of(spec, self.job.nodes, assignment), self.job.wanted
+        larger = resizing.may_grow(spec, fleet, wanted.nodes)
         if larger is None:
             self._larger = None
         elif self._larger is None or self._larger[0] != larger:
             self._larger = larger, now
         # Who asks for a size does not have to wait for it.
-        asked = wanted_s > assignment.wanted_s
+        asked = wanted.at_s > assignment.wanted.at_s
         ripe = self._larger is not None and (asked or now - self._larger[1] >= spec.grow_after_s)
-        size = larger if ripe else resizing.must_shrink(spec, fleet, wanted)
+        size = larger if ripe else resizing.must_shrink(spec, fleet, wanted.nodes)
         if size is None:
             return None
         self.resizes = True

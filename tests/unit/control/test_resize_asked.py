@@ -15,6 +15,7 @@ from ckptless.daemon.ckptlessd.job_host import JobHost
 from ckptless.daemon.ckptlessd.planning.faults import NodeView
 from ckptless.daemon.ckptlessd.recovery import events as e
 from ckptless.daemon.ckptlessd.recovery.controller import Controller
+from ckptless.daemon.ckptlessd.recovery.drawing import GIVEN_BACK, Drawing
 from ckptless.daemon.ckptlessd.requests import resize
 from ckptless.daemon.protocol import messages as m
 from ckptless.daemon.protocol.peers.agreement import NO_BALLOT, Decree, Durable
@@ -35,7 +36,7 @@ class Run:
     sizes: tuple[int, ...] = (2, 4)
     job: str = "4711"
     uid: int = OWNER
-    wishes: list[m.Resize] = field(default_factory=list)
+    wishes: list[m.Wish] = field(default_factory=list)
 
     def __post_init__(self) -> None:
         self.node.control.job.spec = structs.replace(job_spec(NODES), sizes=self.sizes)
@@ -46,7 +47,7 @@ class Run:
 
     def wants(self, wanted: int | None) -> None:
         """A generation says so."""
-        assignment = structs.replace(first_generation(NODES), wanted=wanted)
+        assignment = structs.replace(first_generation(NODES), wanted=m.Wish(nodes=wanted))
         known = Decree(index=1, voters=(0, 1, 2), assignment=assignment)
         self.node.control.job.agreement.durable = Durable(promised=NO_BALLOT, vote=None, known=known)
 
@@ -150,3 +151,30 @@ def test_a_job_that_is_about_to_end_or_has_ended() -> None:
     run.node.silent(run.node.others)
     run.node.wait(5.0)
     assert run.asked() == refused("the job is over: scancel")
+
+
+@pytest.mark.parametrize("gives_way", [False, True])
+def test_what_the_last_leader_was_to_give_back_the_next_one_gives(gives_way: bool) -> None:
+    """It has heard the wish from nobody: the generation that follows it says so."""
+    run = Run(Node(0, NODES))
+    job, spec = run.node.control.job, structs.replace(job_spec(NODES), nodes=2, sizes=(2, 4))
+    wish = m.Wish(nodes=2, at_s=1.0, give_back=True, gives_way=gives_way)
+    fewer = structs.replace(first_generation(NODES), places=first_generation(NODES).places[:2], wanted=wish)
+    job.agreement.durable = Durable(
+        promised=NO_BALLOT, vote=None, known=Decree(index=1, voters=(0, 1, 2), assignment=fewer)
+    )
+    assert job.resize is None
+    assert job.wanted == wish
+    drawing = Drawing(job)
+    drawing.give_back(spec, fewer, run.node.now)
+    given = [node for node, loss in job.losses.items() if loss.reason.startswith(GIVEN_BACK)]
+    assert given == [4, 3], "one of the three that are left over is the spare"
+    assert [out.order for out in job.out if isinstance(out, e.ToAgent)] == [m.GiveBack(nodes=(3, 4))]
+
+
+def test_the_newest_wish_counts() -> None:
+    run = Run(Node(0, NODES))
+    job = run.node.control.job
+    for at_s, nodes in ((5.0, 2), (4.0, 4), (6.0, None)):
+        run.node.feed(e.Report(0, m.Resize(wish=m.Wish(nodes=nodes, at_s=at_s))))
+        assert job.wanted == m.Wish(nodes=None if nodes is None else 2, at_s=max(5.0, at_s))

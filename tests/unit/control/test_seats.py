@@ -91,12 +91,12 @@ def test_which_spare(domains: Sequence[str], lost: list[int], cold: list[int], e
 @pytest.mark.parametrize("resizes", [False, True])
 def test_a_wish_beside_a_fault_is_new_until_a_plan_follows_it(resizes: bool) -> None:
     """Else it would wait until nodes have been there for a while, as if nobody had said anything."""
-    wish = (3, 5.0)
+    wish = m.Wish(nodes=3, at_s=5.0)
     now = situation(replace(job(2, 1), sizes=(2, 3)), [], wanted=wish, resizes=resizes)
     died = Finding("died", 0, 0, 0, "SIGKILL", exit_code=-9, source="process")
     following = plan.next_assignment(dataclasses.replace(now, faults=[Fault("f", died)]))
     assert len(following.places) == (3 if resizes else 2)
-    assert (following.wanted, following.wanted_s) == (wish if resizes else (None, 0.0))
+    assert following.wanted == (wish if resizes else m.Wish())
 
 
 def test_room_for_all_comes_before_everything_else() -> None:
