@@ -26,8 +26,8 @@ BUGS = (
         "what was set aside is forgotten at the first commit",
         Replication,
         "saw_commit",
-        "if self._watermark.step is not None:",
-        "if True:",
+        "if not (moved and self.accepting):",
+        "if not self.accepting:",
     ),
     Bug(
         "only the newest cut is looked at",

@@ -273,8 +273,7 @@ class Replication(Generic[P]):
         moved = self._watermark.saw_commit(step)
         if not (moved and self.accepting):
             return
-        if self._watermark.step is not None:
-            self._edge.forget_former()
+        self._edge.forget_former()
         if not self._has_surplus or self._to is None:
             return
         found = surplus(self._to, self._me, self._edge.items())

@@ -427,6 +427,17 @@ def test_what_has_another_place_is_given_back_once_the_watermark_has_passed_it(n
     assert set(node.edge.steps) == {RECORD, TENSORS}
 
 
+def test_what_was_set_aside_is_forgotten_once_all_have_a_step_of_the_new_cut(node: Node) -> None:
+    """Not at the first commit: whoever has not committed yet may be lost, and then it is asked for."""
+    restored(node, RECORD, TENSORS)
+    node.core.saw_commit(STEP + 1)
+    node.core.saw_commit(STEP + 1)
+    assert not node.edge.forgot_former
+    for step in (STEP + 2, STEP + 3):
+        node.core.saw_commit(step)
+    assert node.edge.forgot_former
+
+
 def test_a_frozen_agent_gives_nothing_back(node: Node) -> None:
     restored(node, RECORD, TENSORS, Item("record", 3))
     node.core.accepting = False
