@@ -38,7 +38,17 @@ from ckptless.daemon.ckptctl import render
 from ckptless.daemon.ckptlessd.consensus import packing
 from ckptless.daemon.ckptlessd.service import _Heard as FromOutside
 from ckptless.daemon.ledger.store import Ledger
-from ckptless.daemon.protocol import eviction, keeping, messages, outcome, reading, saved, saving, version
+from ckptless.daemon.protocol import (
+    eviction,
+    keeping,
+    messages,
+    outcome,
+    reading,
+    resizing,
+    saved,
+    saving,
+    version,
+)
 from ckptless.daemon.protocol import records as m_records
 from ckptless.daemon.protocol import ring as api_ring
 from ckptless.daemon.protocol.codec import CONTROL_LIMIT, RANK_LIMIT, Decoder, encode
@@ -88,6 +98,7 @@ EDGES: dict[str, tuple[Any, int]] = {
     "agent, what was kept": (keeping.Claimed | messages.Denied, CONTROL_LIMIT),
     "agent, what is to be kept": (keeping.KeepAnswer | messages.Denied, CONTROL_LIMIT),
     "ckptctl evict": (eviction.Evicted | messages.Denied, CONTROL_LIMIT),
+    "ckptctl resize": (resizing.Resized | messages.Denied, CONTROL_LIMIT),
     "ckptctl save": (saving.Saved | messages.Denied, CONTROL_LIMIT),
     "ckptctl, the story": (reading.Page | messages.Denied, CONTROL_LIMIT),
     "ckptctl kept": (keeping.KeptList | messages.Denied, CONTROL_LIMIT),
@@ -574,8 +585,11 @@ def _as_text(read: Callable[[str], object]) -> Callable[[bytes], object]:
     return lambda data: read(data.decode(errors="replace"))
 
 
+# Every key with one word, a list or a mapping is there; other comments are sentences.
 SETTINGS = re.sub(
-    r"(?m)^( *)# ?(?=[a-z_]+:| +[a-z_]+:)", r"\1", (REPOSITORY / "etc/ckptless.yaml").read_text()
+    r"(?m)^( *)# ?(?= *[a-z_]+:(?: \S+| \[.*\]| \{.*\})?$)",
+    r"\1",
+    (REPOSITORY / "etc/ckptless.yaml").read_text(),
 )
 
 
@@ -602,8 +616,10 @@ TRAPS = (
 def _settings(chance: Random) -> bytes:
     lines = SETTINGS.splitlines()
     if chance.random() < 0.7:
-        lines = ["version: 1", *(line for line in lines if line[:1].isalpha() and chance.random() < 0.3)]
-    return "\n".join([*lines, chance.choice(TRAPS)]).encode()
+        roots = (line for line in lines if line[:1].isalpha() and not line.startswith("version"))
+        lines = ["version: 1", *(line for line in roots if chance.random() < 0.3)]
+    trap = chance.choice(TRAPS) if chance.random() < 0.5 else ""
+    return "\n".join([*lines, trap]).encode()
 
 
 def _load_settings(data: bytes) -> object:

@@ -102,7 +102,7 @@ TAKEN = {
     "saved manifest": 0,
     "outcome file": 0,
     "data manifest": 0,
-    "ckptless.yaml": 2,
+    "ckptless.yaml": 5,
     "YAML of such a file": 0,
     "a local agent's file": 3,
     "bulk transfer": 0,
