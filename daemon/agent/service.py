@@ -138,7 +138,6 @@ class Agent:
             await self._be_admitted(cancelled)
             self._lease.renew(asyncio.get_running_loop().time())
             self._mark(mark_up, config.name)
-            self._mark_late()
             lease = asyncio.create_task(self._keep_lease())
             outcome = await self._wait(cancelled)
             if config.outcome_dir is not None and not self._here_only:
@@ -151,10 +150,13 @@ class Agent:
             await self._close(daemon)
 
     def _mark(self, mark: Callable[..., None], *words: str) -> None:
-        """Tell the launcher of a Slurm job how far this node is."""
+        """Tell a launcher that waits for it how far this node is: that of a Slurm job, or of a late node."""
+        config, spec = self._config, self._config.spec
+        late = config.node >= spec.nodes + spec.spares
+        folder = config.outcome_dir if spec.names else config.draw_dir if late else None
         try:
-            if self._config.outcome_dir is not None and self._config.spec.names:
-                mark(Path(self._config.outcome_dir), *words)
+            if folder is not None:
+                mark(Path(folder), *words)
         except OSError as error:
             logger.warning("the launcher cannot be told how far the job is: %s", error)
 
@@ -310,13 +312,6 @@ class Agent:
         else:
             self._core.obey(message, asyncio.get_running_loop().time())
             self._settle()
-
-    def _mark_late(self) -> None:
-        """Tell the launcher that a node that it has drawn in is there."""
-        spec, folder = self._config.spec, self._config.draw_dir
-        if folder is not None and self._config.node >= spec.nodes + spec.spares:
-            with contextlib.suppress(OSError):
-                mark_up(Path(folder), self._config.name)
 
     def _tell_launcher(self, message: m.Draw | m.GiveBack) -> None:
         if self._config.draw_dir is not None:

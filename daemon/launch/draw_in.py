@@ -77,14 +77,19 @@ class DrawIn:
             self._pause_s, self._said = FIRST_PAUSE_S, ""
 
     async def _release(self, numbers: Sequence[int]) -> None:
-        names = [self._names[number] for number in numbers]
-        self._given_back.update(numbers)
+        slurm = Commands()
+        held = (await slurm.job(self._job_id, deadline_s=DEADLINE_S)).nodes
+        # Slurm may have some already: they failed, or it has not answered what was asked before.
+        names = [name for number in numbers if (name := self._names[number]) in held]
         try:
-            await Commands().release(self._job_id, names, deadline_s=DEADLINE_S)
+            if names:
+                await slurm.release(self._job_id, names, deadline_s=DEADLINE_S)
         except SlurmRefusedError:
             self._kept += names
+            self._given_back.update(numbers)
             raise
-        logger.info("%s: given back", compress(names))
+        self._given_back.update(numbers)
+        logger.info("%s: given back", compress([self._names[number] for number in numbers]))
 
     async def _draw(self) -> None:
         avoid = [name for number, name in enumerate(self._names) if number not in self._given_back]

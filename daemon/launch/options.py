@@ -233,7 +233,7 @@ def _counts(options: RunOptions) -> tuple[RunOptions, int | None, int | None]:
 
 
 def _elastic(options: RunOptions, nodes: int, spares: int, *, recovery: bool) -> dict[str, Any]:
-    """What `JobSpec` has of an elastic job; nothing for another one. Raises UsageError."""
+    """Return what `JobSpec` has of an elastic job; nothing for another one. Raises UsageError."""
     found = sizes(options, nodes, spares)
     if not found:
         return {}
@@ -247,7 +247,7 @@ def _elastic(options: RunOptions, nodes: int, spares: int, *, recovery: bool) ->
 
 
 def _drawing(options: RunOptions, *, recovery: bool) -> dict[str, Any]:
-    """What `JobSpec` has of a job that may draw nodes in; nothing for another one. Raises UsageError."""
+    """Return what `JobSpec` has of a job that may draw nodes in, if it may. Raises UsageError."""
     draw_s = patience_s(options)
     if not options.draw_in:
         return {}

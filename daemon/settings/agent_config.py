@@ -38,8 +38,9 @@ class SharedConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fie
     tensors do not. `restarts`: how often Slurm has started the job again; None where it never does.
     `comm_interface`: the interface or network that ranks talk over; None leaves that to torch. `data`: what
     training data may take in memory. `shutdown_s`: from SIGTERM until a rank gets SIGKILL. `in_step`: the
-    agents are the job's step, beside which there is no launcher. `policy`: values of the user's own for each
-    number of nodes, as JSON; "" for none.
+    agents are the job's step, beside which there is no launcher. `draw_dir`: where an agent tells the
+    launcher how many nodes are to be drawn in, and which are given back; None: nobody looks. `policy`:
+    values of the user's own for each number of nodes, as JSON; "" for none.
     """
 
     spec: JobSpec

@@ -339,7 +339,7 @@ class Serving:
             logger.debug("parts of shard %d, step %d: %s", wanted.shard, wanted.step, error)
             link.send(p.SpansReply(nbytes=0))
             return
-        link.send(p.SpansReply(nbytes=nbytes, digest=digest(gathered)))
+        link.send(p.SpansReply(nbytes=nbytes, digest=await asyncio.to_thread(digest, gathered)))
         with memoryview(gathered) as view:
             await link.send_bulk(view, self._pace)
 

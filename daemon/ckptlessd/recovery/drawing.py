@@ -11,6 +11,7 @@ from ckptless.daemon.ckptlessd.planning.event_lines import Line
 from ckptless.daemon.ckptlessd.planning.resizing import Fleet
 from ckptless.daemon.ckptlessd.recovery.events import NodeLost, ToAgent
 from ckptless.daemon.ckptlessd.recovery.job_state import JobState
+from ckptless.daemon.ckptlessd.recovery.sizes import LOOK_S
 from ckptless.daemon.protocol import messages as m
 
 # What is lacking is said again so often, also where it is nothing: another leader may have said more.
@@ -21,9 +22,10 @@ GIVEN_BACK = "given back to Slurm"
 
 @dataclass
 class Drawing:
-    """What one reign has said of the nodes that the job lacks."""
+    """The nodes that the job lacks or gives back, as far as one reign has told its agent of them."""
 
     job: JobState
+    _looked_s: float = -LOOK_S
     _told: int = -1
     _told_s: float = 0.0
     # Since when a generation could be planned but for a node.
@@ -34,12 +36,19 @@ class Drawing:
 
     def begin(self) -> None:
         """Begin to lead."""
-        self._told, self._waiting_s, self._given = -1, None, frozenset()
+        self._looked_s, self._told, self._waiting_s, self._given = -LOOK_S, -1, None, frozenset()
 
     def look(self, spec: m.JobSpec, assignment: m.Assignment, now: float) -> None:
-        """Say how many nodes are lacking, where that is news."""
-        if not spec.late:
+        """Say what nodes the job lacks or gives back. Now and then: it is looked at all nodes."""
+        if now - self._looked_s < LOOK_S:
             return
+        self._looked_s = now
+        if spec.late:
+            self._ask(spec, assignment, now)
+        self.give_back(spec, assignment, now)
+
+    def _ask(self, spec: m.JobSpec, assignment: m.Assignment, now: float) -> None:
+        """Say how many nodes are lacking, where that is news."""
         fleet = Fleet.of(spec, self.job.nodes, assignment)
         count = resizing.lacking(spec, self.job.nodes, fleet, self.job.wanted.nodes)
         if count != self._told or now - self._told_s >= AGAIN_S:
@@ -67,9 +76,12 @@ class Drawing:
             self._given, self._given_s = given, now
             job.out.append(ToAgent(m.GiveBack(nodes=tuple(sorted(given)))))
 
-    def waits(self, spec: m.JobSpec, outcome: m.Outcome, now: float) -> bool:
+    def waits(self, spec: m.JobSpec, assignment: m.Assignment, outcome: m.Outcome, now: float) -> bool:
         """Whether a job that has no spare left does not end yet, since a node may come."""
-        if outcome.why != "no-spare" or not spec.late or self._told < 1:
+        if outcome.why != "no-spare" or not spec.late:
+            return False
+        fleet = Fleet.of(spec, self.job.nodes, assignment)
+        if not resizing.lacking(spec, self.job.nodes, fleet, self.job.wanted.nodes):
             return False
         if self._waiting_s is None:
             self._waiting_s = now

@@ -93,7 +93,6 @@ class Leading:
             self._form(job.spec, now)
             return
         self.drawing.look(job.spec, progress.assignment, now)
-        self.drawing.give_back(job.spec, progress.assignment, now)
         if job.stage != "stopping":
             self._watch(progress, job.spec.limits, now)
             self._advance(progress, now)
@@ -299,7 +298,7 @@ class Leading:
         try:
             following = plan.next_assignment(situation)
         except plan.NoPlanError as error:
-            if not self.drawing.waits(spec, error.outcome, now):
+            if not self.drawing.waits(spec, assignment, error.outcome, now):
                 self._ending = error.outcome
             return
         self._propose(following, None, now)

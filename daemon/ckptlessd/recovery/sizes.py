@@ -14,7 +14,7 @@ LOOK_S = 0.2
 
 @dataclass
 class Sizes:
-    """What one reign knows of the sizes that the job could have.
+    """The sizes that the job could have, as far as one reign has seen.
 
     `resizes`: the generation was stopped for a new size, which the next plan is to have.
     """
