@@ -80,7 +80,7 @@ def _head(row: Row) -> str:
 
 
 def _accepted(option: Option) -> list[str]:
-    """What is accepted on the command line, as a sentence."""
+    """Return what is accepted on the command line, as a sentence."""
     if option.plain is not None:
         return [] if option.high is None else [f"From {option.low:g} to {option.high:.0f}."]
     if option.words and option.metavar:
@@ -114,7 +114,7 @@ def _shipped(text: str, defaults: dict[str, str]) -> str:
 
 
 def _header() -> str:
-    """What the SPANK and job_submit plugins refuse."""
+    """Return the header of what the SPANK and job_submit plugins refuse."""
     lines = [
         "/* Written by `make options` from daemon/settings/options.py, where it is changed. */",
         "#ifndef CKPTLESS_TABLE_H",

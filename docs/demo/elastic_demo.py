@@ -201,7 +201,7 @@ class Urgent:
 
 
 def check(story: Story, steps: Steps) -> list[str]:
-    """What is not as it should be, in sentences."""
+    """Return what is not as it should be, in sentences."""
     wrong = story.wrong + steps.wrong()
     if steps.sizes != list(SIZES):
         wrong.append(f"it had {steps.sizes} ranks, one after the other")

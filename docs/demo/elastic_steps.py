@@ -101,7 +101,7 @@ class Steps:
         return len(self.steps) * self._batch // self._samples
 
     def wrong(self) -> list[str]:
-        """What is not as it should be, in sentences."""
+        """Return what is not as it should be, in sentences."""
         found = []
         if [step.number for step in self.steps] != list(range(1, len(self.steps) + 1)):
             found.append("steps are missing")

@@ -43,7 +43,7 @@ def show(cluster: Cluster, screen: Screen, machine: str, *argv: str, only: Seque
 
 
 def show_end(cluster: Cluster, screen: Screen, job: Job) -> None:
-    """What Slurm says of the job with faults, and ckptctl of its recoveries."""
+    """Show what Slurm says of the job with faults, and ckptctl of its recoveries."""
     show(cluster, screen, "ctl", "sinfo", "-o", "%P %.5D %.6t %N")
     if job.lost:
         show(cluster, screen, "ctl", "sinfo", "-R", "-o", "%N %u %E")

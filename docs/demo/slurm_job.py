@@ -72,7 +72,7 @@ class SlurmJob:
         return found[1] if found else ""
 
     def ledger(self) -> Snapshot:
-        """What the nodes' ledgers know of this job, those of nodes without power included."""
+        """Return what the nodes' ledgers know of this job, those of nodes without power included."""
         folder = self._cluster.shared / "ledgers"
         folder.mkdir(exist_ok=True)
         for node in self._cluster.plan.node_names:
@@ -81,7 +81,7 @@ class SlurmJob:
         return read_all(folder, events=False).of_job(str(self.number))
 
     def outcome(self) -> Outcome | None:
-        """What the agents wrote down of its end, whichever start of the job it was."""
+        """Return what the agents wrote down of its end, whichever start of the job it was."""
         folder = self.folder / f"ckptless-{self.number}"
         try:
             launch = json.loads((folder / OUTCOME_FILE).read_text())["launch"]
@@ -217,7 +217,7 @@ class Job(SlurmJob):
         return [node for node in self._cluster.plan.node_names if node not in self.lost]
 
     def wrong(self) -> list[str]:
-        """What is not as it should be, in Slurm and on the nodes, now that it is over; in sentences."""
+        """Return what is not as it should be, in Slurm and on the nodes, once it is over; in sentences."""
         found = []
         # Without its batch host nobody could end the job with an exit code: the daemons cancel it.
         wanted = "CANCELLED" if self.slurm("BatchHost") in self.lost else "COMPLETED"

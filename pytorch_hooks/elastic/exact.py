@@ -51,7 +51,7 @@ class Exact:
 
     @property
     def words(self) -> tuple[int, int]:
-        """What each committed step says of it, and the next one must say, too."""
+        """The numbers that each committed step has of it, and the next one must have, too."""
         return self.virtual_ranks, self.seed
 
     def check_ranks(self, most_ranks: int) -> None:

@@ -52,7 +52,7 @@ class Packing:
 
     @property
     def described(self) -> str:
-        """What must be alike on all ranks, in words."""
+        """The facts that must be alike on all ranks, in words."""
         return repr((self._shapes, self._of, [str(dtype) for dtype, _device in self._kinds]))
 
     def pack(self, tensors: Sequence[torch.Tensor | None]) -> Flats:
