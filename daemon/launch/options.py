@@ -83,7 +83,7 @@ def local_run(script: str, script_args: tuple[str, ...], given: Given, env: Env)
         run_id=token_hex(16),
         launch=token_hex(16),
         recovers=recovery,
-        **_elastic(options, nodes, options.spares, recovery=recovery),
+        **_elastic(options, nodes, options.spares, 0, recovery=recovery),
         **_drawing(options, recovery=recovery),
     )
     config = _config(spec, argv, given, options, settings, env)
@@ -110,7 +110,7 @@ def slurm_run(script: str, script_args: tuple[str, ...], given: Given, env: Env)
             "add --spares 0 to train on them too, or ask for none"
         )
     settings, in_step = load_settings(), found.step is not None
-    elastic = _elastic(options, shape.nodes, shape.spares, recovery=recovery)
+    elastic = _elastic(options, shape.nodes, shape.spares, restarts(env), recovery=recovery)
     if elastic:
         check_allowed(settings.elastic, env.get("SLURM_JOB_PARTITION", ""))
     drawing = _drawing(options, recovery=recovery)
@@ -232,9 +232,12 @@ def _counts(options: RunOptions) -> tuple[RunOptions, int | None, int | None]:
     return options, nodes, None if ranks is None else count_ranks(ranks)
 
 
-def _elastic(options: RunOptions, nodes: int, spares: int, *, recovery: bool) -> dict[str, Any]:
-    """Return what `JobSpec` has of an elastic job; nothing for another one. Raises UsageError."""
-    found = sizes(options, nodes, spares)
+def _elastic(options: RunOptions, nodes: int, spares: int, started: int, *, recovery: bool) -> dict[str, Any]:
+    """Return what `JobSpec` has of an elastic job; nothing for another one. Raises UsageError.
+
+    `started`: how often Slurm had started the job before.
+    """
+    found = sizes(options, nodes, spares, again=started > 0)
     if not found:
         return {}
     if not recovery:

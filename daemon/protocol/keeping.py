@@ -18,6 +18,7 @@ from ckptless.daemon.protocol.limits import (
     Number,
     Protocol,
     Rank,
+    RankCount,
     RecordBytes,
     SlotCount,
     Step,
@@ -134,10 +135,15 @@ class KeptRecord(Value, frozen=True, kw_only=True):
 
 
 class Catalog(Value, frozen=True, kw_only=True):
-    """The holdings of a node when its agent ended: of which run and generation; `digests` as in Holdings."""
+    """The holdings of a node when its agent ended: of which run and generation; `digests` as in Holdings.
+
+    So many `ranks` have committed it, from generation `cut` on.
+    """
 
     run: Name
     generation: Generation
+    cut: Generation
+    ranks: RankCount
     regions: Annotated[tuple[KeptRegion, ...], OF_RANKS]
     tensors: Annotated[tuple[KeptTensors, ...], OF_RANKS]
     records: Annotated[tuple[KeptRecord, ...], OF_RANKS]

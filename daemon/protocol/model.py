@@ -30,6 +30,7 @@ from ckptless.daemon.protocol.limits import (
     Pid,
     Port,
     Rank,
+    RankCount,
     Ranks,
     Seconds,
     Share,
@@ -250,10 +251,14 @@ class Doubt(Value, frozen=True, kw_only=True):
 
 
 class Brought(Value, frozen=True, kw_only=True):
-    """The memory that an agent has from an earlier start of its job: what `run` held in `generation`."""
+    """The memory that an agent has from an earlier start of its job: what `run` held in `generation`.
+
+    `ranks`: the number of ranks that have committed it.
+    """
 
     run: Name
     generation: Generation
+    ranks: RankCount
     holdings: Holdings
 
 

@@ -56,11 +56,12 @@ _PATIENCE_ALONE = "draw-in-patience is for a job that may draw nodes in: say dra
 _NOT_DRAWN = "no job of this site may draw nodes in; leave out draw-in, in sbatch --ckptless too"
 
 
-def sizes(asked: RunOptions, nodes: int, spares: int) -> tuple[int, ...]:
+def sizes(asked: RunOptions, nodes: int, spares: int, *, again: bool = False) -> tuple[int, ...]:
     """`JobSpec.sizes` of a job that begins on `nodes` nodes and has `spares` more; () if it is not elastic.
 
-    The largest may be one with all nodes that it may draw in. Raises UsageError with one sentence that says
-    what to change.
+    The largest may be one with all nodes that it may draw in. A job that Slurm starts `again` may have got
+    fewer nodes than before, and be as large no more. Raises UsageError with one sentence that says what to
+    change.
     """
     if asked.sizes and (asked.min_nodes or asked.max_nodes or asked.step):
         raise UsageError(BOTH_WAYS)
@@ -77,7 +78,7 @@ def sizes(asked: RunOptions, nodes: int, spares: int) -> tuple[int, ...]:
                 raise UsageError(_ALONE.format(word=word))
         return ()
     late = asked.draw_in or 0
-    if found[-1] > nodes + spares + late:
+    if not again and found[-1] > nodes + spares + late:
         room = {"nodes": nodes, "spares": spares, "s": _s(spares), "late": late}
         raise UsageError(NO_ROOM.format(most=found[-1], **room))
     return found

@@ -38,9 +38,11 @@ class Start(local.LocalRun):
         self._restarts = 0 if earlier is None else 1
         name = f"{config.spec.job.partition('.')[0]}.{self._restarts}"
         # The run id stays, as of a Slurm job, however often it starts.
-        spec = replace(
-            config.spec, job=name, launch=secrets.token_hex(16), saved_step=saved_step(config.save)
-        )
+        spec, spares = config.spec, os.environ.get("TOY_KEEP_SPARES")
+        if earlier is not None and spares is not None:
+            # Of the same nodes others wait.
+            spec = replace(spec, nodes=spec.nodes + spec.spares - int(spares), spares=int(spares))
+        spec = replace(spec, job=name, launch=secrets.token_hex(16), saved_step=saved_step(config.save))
         super().__init__(replace(config, spec=spec), **more)
         self._earlier = earlier
 

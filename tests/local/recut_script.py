@@ -16,6 +16,7 @@ import os
 import signal
 import sys
 import time
+from datetime import timedelta
 from pathlib import Path
 from typing import Any
 
@@ -31,12 +32,16 @@ from torch.distributed.tensor import DTensor
 import ckptless
 from ckptless.data import MappedLoader
 from ckptless.pytorch_hooks.elastic.memory import FormerStep
+from ckptless.pytorch_hooks.running import main as running
 
 STEPS, OUT, KIND = int(sys.argv[1]), Path(sys.argv[2]), sys.argv[3]
 SLEEP_S = float(os.environ.get("RECUT_SLEEP_S", "0"))
 SLOW = Path(os.environ.get("RECUT_SLEEP_WHILE", "/"))
 STRIKES: list[dict[str, Any]] = json.loads(os.environ.get("RECUT_STRIKES", "[]"))
 WATCH = "RECUT_WATCH" in os.environ
+if WATCH:
+    # A Gloo thread that has missed the end of its sockets keeps its group for so long.
+    running.COLLECTIVE_TIMEOUT = timedelta(seconds=30)  # type: ignore[attr-defined]
 BATCH, WIDTH = 12, int(os.environ.get("RECUT_WIDTH", "37"))
 # Odd, and otherwise any.
 MIX = (-0x61C8864680B583EB, -0x3B314601E57A13AD)

@@ -158,7 +158,7 @@ def end(job: Job) -> Snapshot:
 
 
 @functools.cache
-def _alone(steps: int) -> tuple[Seen, ...]:
+def made_alone(steps: int) -> tuple[Seen, ...]:
     """A run of one rank, which nobody tells to be more."""
     with tempfile.TemporaryDirectory(prefix="ckptless-reference-") as scratch:
         inherited = {k: v for k, v in os.environ.items() if not k.startswith(("RECUT_", "CKPTLESS_"))}
@@ -217,7 +217,7 @@ def story(job: Job, ledger: Snapshot) -> Story:
         cut = Cut(rank, *words)
         found.cuts.setdefault(cut.generation, []).append(cut)
     seen = steps_seen(job.home / "out")
-    alone = _alone(-(-max(one.step for one in seen) // AT_ONCE) * AT_ONCE)
+    alone = made_alone(-(-max(one.step for one in seen) // AT_ONCE) * AT_ONCE)
     by_generation: dict[int, dict[int, list[Seen]]] = {}
     for one in sorted(seen, key=lambda one: one.rank):
         by_generation.setdefault(one.generation, {}).setdefault(one.step, []).append(one)
@@ -272,3 +272,24 @@ def arm(job: Job, strike: int) -> None:
 
 def struck(job: Job, strike: int) -> bool:
     return (job.home / f"out/struck-{strike}").exists()
+
+
+def went_on(out: Path, before: Sequence[Seen], worlds: tuple[int, int], step: int) -> None:
+    """A job of `worlds[0]` ranks made the steps `before`; its next start had `worlds[1]`, and this step.
+
+    The state of all is the same bits as at that step; each sample of each step is seen, and only once.
+    """
+    pids = {one.pid for one in before}
+    cuts = [Cut(rank, *words) for rank, words in lines(out, "resized")]
+    kept = {one.digest for one in before if one.step == step}
+    assert {(c.old, c.new, c.step) for c in cuts} == {(*worlds, step)}
+    assert [c.rank for c in cuts] == list(range(worlds[1]))
+    assert {c.digest for c in cuts} == kept
+    after, alone = [one for one in steps_seen(out) if one.pid not in pids], made_alone(AT_ONCE)
+    assert min(one.step for one in after) == step + 1
+    for number in range(1, max(one.step for one in after) + 1):
+        ranks = [one for one in (before if number <= step else after) if one.step == number]
+        assert len(ranks) == worlds[number > step], (number, ranks)
+        assert len({one.digest for one in ranks}) == 1, (number, ranks)
+        assert samples_of(ranks) == alone[number - 1].samples, (number, ranks)
+        assert abs(ranks[0].loss - alone[number - 1].loss) <= CLOSE * abs(alone[number - 1].loss), ranks

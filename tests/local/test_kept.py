@@ -11,6 +11,7 @@ from pathlib import Path
 import pytest
 
 from .localrun import Fault, Job, fault, newest_loss, read_toy, reference, toy, wait_until
+from .resized import ENDLESS, SCRIPT, newest, steps_seen, went_on
 
 HERE = Path(__file__).parent
 STEPS = 120
@@ -147,3 +148,40 @@ def test_no_room_and_then_from_the_disk(tmp_path: Path) -> None:
         job.ended(0, DEADLINE_S)
         assert "from the disk" in start_of(job), job.story()
     same_as_without(tmp_path, "ddp")
+
+
+@pytest.mark.parametrize(
+    ("kind", "first", "then"),
+    [
+        ("fsdp", (4, 0), (2, 2)),
+        pytest.param("fsdp", (2, 2), (4, 0), marks=pytest.mark.slow),
+        pytest.param("ddp", (3, 0), (2, 1), marks=pytest.mark.slow),
+        pytest.param("hsdp", (4, 0), (2, 2), marks=pytest.mark.slow),
+    ],
+)
+def test_another_number_of_ranks_goes_on(
+    tmp_path: Path, kind: str, first: tuple[int, int], then: tuple[int, int]
+) -> None:
+    """An elastic job that is requeued with fewer nodes, or more: each rank takes its part out of memory."""
+    launcher = (str(HERE / "kept_launcher.py"), str(tmp_path))
+    out, least = tmp_path / "out", min(first[0], then[0])
+    options = ["--nodes", first[0], "--spares", first[1], "--min-nodes", least, "--max-nodes", sum(first)]
+    env = {"RECUT_SLEEP_S": "0.03", "RECUT_SLEEP_WHILE": "/proc", "TOY_KEEP_SPARES": str(then[1])}
+    if kind == "hsdp":
+        options += ["--step", 2]
+    script = [SCRIPT, ENDLESS, out, kind]
+    with Job(tmp_path, [*options, "--max-stall", 60, "--tee", "none"], script, env, launcher=launcher) as job:
+        wait_until(lambda: newest(out) >= 12, DEADLINE_S, job)
+        for node in range(sum(first)):
+            agent = job.pid_of(node, "agent")
+            assert agent is not None
+            os.kill(agent, signal.SIGTERM)
+        assert ended_once(job, tmp_path) == 128 + signal.SIGTERM
+        before = steps_seen(out)
+        (tmp_path / "again").touch()
+        wait_until(lambda: newest(out) >= max(one.step for one in before) + 8, DEADLINE_S, job)
+        (out / "end").touch()
+        job.ended(0, DEADLINE_S)
+        start = start_of(job)
+    assert start.endswith(f"by {first[0]} ranks"), job.story()
+    went_on(out, before, (first[0], then[0]), int(start.split()[1]))

@@ -7,8 +7,11 @@ from collections.abc import Iterator
 
 import pytest
 
+from tests.local.resized import newest, steps_seen, went_on
+
 from .cluster.api import Cluster
 from .conftest import require_slurm
+from .test_elastic import STEPS, Elastic
 from .training import USER, Training, kept, make_site
 
 pytestmark = pytest.mark.timeout(500)
@@ -76,3 +79,27 @@ def test_a_requeued_job_goes_on_from_memory(site: Cluster) -> None:
         return {text for run, text in events(other, "memory-dropped") if run == str(other.job_id)}
 
     job.wait(lambda: dropped() == {"the job is over (CANCELLED)"}, "the ledgers have it")
+
+
+@pytest.mark.slow  # as above
+def test_a_requeued_job_goes_on_with_as_many_nodes_as_are_free(site: Cluster) -> None:
+    """It asked for two to four nodes, had four, and finds three; two of these keep what it was."""
+    site.restore()
+    spec, options = "min-nodes=2,max-nodes=4", ("--nodes=2-4",)
+    job = Elastic(site, nodes=4, steps=STEPS, spec=spec, options=options, name="fewer").submit()
+    job.has(4)
+    out = job.home / "out"
+    job.wait(lambda: newest(out) >= 12, "some steps are made")
+    for node in job.allocation()[2:]:
+        site.run("ctl", "scontrol", "update", f"nodename={node}", "state=drain", "reason=x")
+    site.run("ctl", "scontrol", "requeue", str(job.job_id), user=USER)
+    job.wait(lambda: job.slurm("JobState") == "PENDING", "it waits", 60.0)
+    before = steps_seen(out)
+    job.wait(lambda: newest(out) >= max(one.step for one in before) + 8, "its second start trains", AGAIN_S)
+    job.hurry()
+    again = job.home / f"ckptless-{job.job_id}.1"
+    job.wait((again / "outcome.json").exists, "its second end")
+    job.nothing_left()
+    (start,) = {text for run, text in events(job, "start") if run == f"{job.job_id}.1"}
+    assert start.endswith("by 4 ranks"), start
+    went_on(out, before, (4, 3), int(start.split()[1]))

@@ -69,14 +69,18 @@ class RequeueClient:
         # What is to be told, once there is somebody to hear it.
         self._news: list[tuple[Level, str, str]] = []
         self._generation: int | None = None
-        self._ranks = config.spec.world_size
+        self._ranks = self._former_ranks = config.spec.world_size
         self.on_event: Callable[[Level, str, str], None] = lambda _level, _kind, _text: None
 
     @property
     def _program(self) -> str:
-        """The digest of what the run is of: another command or number of ranks is another program."""
+        """The digest of what the run is of: another command is another program.
+
+        So is another number of ranks, where the job is not elastic.
+        """
         config = self._config
-        what = (config.argv, config.module, config.cwd, config.spec.world_size)
+        ranks = 0 if config.spec.elastic else config.spec.world_size
+        what = (config.argv, config.module, config.cwd, ranks)
         return hashlib.blake2b(msgspec.msgpack.encode(what), digest_size=16).hexdigest()
 
     def _origin(self, run: str) -> version.Origin:
@@ -104,8 +108,8 @@ class RequeueClient:
             self._news.append(("warning", "memory-not-taken", str(error) or type(error).__name__))
         if self._kept is None:
             return None
-        catalog = self._kept.catalog
-        return Brought(run=catalog.run, generation=catalog.generation, holdings=_holdings(catalog))
+        kept = self._kept.catalog
+        return Brought(run=kept.run, generation=kept.generation, ranks=kept.ranks, holdings=_holdings(kept))
 
     async def _claimed(self, claim: k.Claim) -> list[int]:
         """The memfds, which are the caller's. Raises OSError, CkptlessError."""
@@ -182,23 +186,26 @@ class RequeueClient:
     def follow(self, assignment: Assignment) -> None:
         """A generation. Of the first one: put into the store what it goes on from, and let go of the rest."""
         self._generation, self._ranks = assignment.generation, len(assignment.places)
+        former = assignment.former
+        if former is not None:
+            self._former_ranks = len(former.shards)
         kept, self._kept = self._kept, None
         for level, kind, text in self._news:
             self.on_event(level, kind, text)
         self._news.clear()
         if kept is None:
             return
-        step, me = assignment.restore_step, self._config.node
-        named = any(me in nodes for _, nodes in assignment.tensor_nodes) or any(
-            me in nodes for nodes in assignment.record_nodes
+        step, me, chosen = assignment.restore_step, self._config.node, former or assignment
+        named = any(me in nodes for _, nodes in chosen.tensor_nodes) or any(
+            me in nodes for nodes in chosen.record_nodes
         )
         # Where it is of another run or generation than what was chosen, this node is not named.
         if assignment.generation == 1 and step is not None and named:
-            self._adopt(kept, step)
+            self._adopt(kept, step, self._store if former is None else self._store.begin_former(former.cut))
         kept.close()
 
-    def _adopt(self, kept: _Kept, newest: int) -> None:
-        """Put all up to this step into the version store, as this run's own, of before its first generation.
+    def _adopt(self, kept: _Kept, newest: int, store: VersionStore) -> None:
+        """Put all up to this step into a store, as this run's own, of before its first generation.
 
         Every node makes the same of the same version, so that copies stay copies.
         """
@@ -211,16 +218,16 @@ class RequeueClient:
             if index not in by_region:
                 region.close()
                 continue
-            self._store.adopt(region)
+            store.adopt(region)
             for told in sorted(by_region[index], key=lambda told: told.step):
                 at = structs.replace(told.at, region=region.number)
                 header = replace(header_of(region, at), job=self._config.spec.job, generation=0)
                 with region.view(at.offset, at.nbytes) as view:
                     at = structs.replace(at, digest=version.write_header(view, header))
-                self._store.put_tensors(told.shard, told.step, at)
+                store.put_tensors(told.shard, told.step, at)
         for one in kept.catalog.records:
             if one.step <= newest:
-                self._store.put_record(one.rank, one.step, HeldRecord(one.record, one.digest, one.shard))
+                store.put_record(one.rank, one.step, HeldRecord(one.record, one.digest, one.shard))
 
     # -------------------------------------------------------------------------------- at the end
 
@@ -252,17 +259,19 @@ class RequeueClient:
         if self._kept is not None:
             # Nothing has become of what an earlier start had left: the next one may have it as it is.
             return [self._kept.file, *(region.fd for region in self._kept.regions)], []
-        if self._ranks != self._config.spec.world_size:
-            # The next start has the number of ranks that this one began with.
-            self.on_event("info", "memory-not-kept", f"{self._ranks} ranks have it, not as many as at first")
-            return [], []
-        regions, tensors, records = self._store.contents()
+        # As long as there is something of another number of ranks, of that alone everything is there.
+        store, ranks, digests = self._store, self._ranks, self._holdings().digests
+        if store.former is not None:
+            store, ranks, digests = store.former, self._former_ranks, ()
+        regions, tensors, records = store.contents()
         if self._generation is None or not (tensors or records):
             return [], []
         places = {region.number: index for index, region in enumerate(regions)}
         catalog = k.Catalog(
             run=self._config.spec.job,
             generation=self._generation,
+            cut=store.cut,
+            ranks=ranks,
             regions=tuple(
                 k.KeptRegion(shard=r.shard, slot_nbytes=r.slot_nbytes, slots=r.slots) for r in regions
             ),
@@ -274,7 +283,7 @@ class RequeueClient:
                 k.KeptRecord(rank=rank, shard=h.shard, step=step, record=h.record, digest=h.digest)
                 for rank, step, h in records
             ),
-            digests=self._holdings().digests,
+            digests=digests,
         )
         file = _write_catalog(catalog)
         return [file, *(region.fd for region in regions)], [file]
@@ -320,6 +329,7 @@ def _holdings(catalog: k.Catalog) -> Holdings:
         tensors=tuple((shard, tuple(sorted(steps))) for shard, steps in sorted(tensors.items())),
         records=tuple((*key, tuple(sorted(steps))) for key, steps in sorted(records.items())),
         digests=tuple(one for one in catalog.digests if one[1] in tensors.get(one[0], ())),
+        cut=catalog.cut,
     )
 
 

@@ -11,6 +11,7 @@ All of it is of one cut (see Assignment). When another number of ranks goes on, 
 
 import contextlib
 import fcntl
+import itertools
 import mmap
 import os
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
@@ -134,9 +135,12 @@ class Incoming:
 
 
 class VersionStore:
-    """Owned by the agent's event loop. Ranks and shards are of `cut`; `former` has what is set aside."""
+    """Owned by the agent's event loop. Ranks and shards are of `cut`; `former` has what is set aside.
 
-    def __init__(self, cut: int = 1) -> None:
+    `numbers` are those of its regions, which it has in common with `former`.
+    """
+
+    def __init__(self, cut: int = 1, numbers: Iterator[int] | None = None) -> None:
         self.cut = cut
         self.former: VersionStore | None = None
         self._records: dict[int, dict[int, HeldRecord]] = {}
@@ -144,7 +148,7 @@ class VersionStore:
         self._regions: dict[int, Region] = {}
         # Places that are being written to, by number of the region and offset.
         self._writing: set[tuple[int, int]] = set()
-        self._count = 0
+        self._numbers = numbers or itertools.count(1)
         self.on_dropped: Callable[[], None] = lambda: None
         # What is held is not what it was.
         self.on_held: Callable[[], None] = lambda: None
@@ -178,10 +182,15 @@ class VersionStore:
         self.drop_after(assignment.restore_step if former is None else None)
         self.drop_unnamed(assignment.restore_step, dict(assignment.tensor_nodes), node)
 
+    def begin_former(self, cut: int) -> "VersionStore":
+        """Return an empty store for what another number of ranks has committed."""
+        self.former = VersionStore(cut, self._numbers)
+        self.former.on_dropped = lambda: self.on_dropped()
+        return self.former
+
     def _set_aside(self) -> None:
-        former = self.former = VersionStore(self.cut)
+        former = self.begin_former(self.cut)
         former._records, former._tensors, former._regions = self._records, self._tensors, self._regions
-        former.on_dropped = lambda: self.on_dropped()
         self._records, self._tensors, self._regions = {}, {}, {}
 
     def _take_back(self) -> None:
@@ -224,14 +233,13 @@ class VersionStore:
 
     def allocate(self, shard: int, slot_nbytes: int, slots: int) -> Region:
         """A new region for a shard's tensors. Raises OSError where there is no memory for it."""
-        self._count += 1
-        region = self._regions[self._count] = Region(self._count, shard, slot_nbytes, slots)
+        number = next(self._numbers)
+        region = self._regions[number] = Region(number, shard, slot_nbytes, slots)
         return region
 
     def adopt(self, region: Region) -> None:
         """Take over a region that was made before, under a number of this store's."""
-        self._count += 1
-        region.number = self._count
+        region.number = next(self._numbers)
         self._regions[region.number] = region
 
     def region(self, number: int) -> Region | None:

@@ -118,6 +118,7 @@ def first_assignment(spec: JobSpec, nodes: Mapping[int, NodeView], term: int, le
         Place(node=node, slot=slot) for node in usable[: spec.nodes] for slot in range(spec.slots_per_node)
     )
     start = start_from(nodes.values(), places, spec.saved_step)
+    here, former = _split(start.sources, len(places))
     return Assignment(
         job=spec.job,
         generation=1,
@@ -125,10 +126,11 @@ def first_assignment(spec: JobSpec, nodes: Mapping[int, NodeView], term: int, le
         leader=leader,
         places=places,
         nodes=_infos(nodes),
-        restore_step=start.sources.step,
-        shards=start.sources.shards,
-        tensor_nodes=start.sources.tensor_nodes,
-        record_nodes=start.sources.record_nodes,
+        restore_step=here.step,
+        shards=here.shards,
+        tensor_nodes=here.tensor_nodes,
+        record_nodes=here.record_nodes,
+        former=former,
         origin=start.text,
     )
 

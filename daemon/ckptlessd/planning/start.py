@@ -1,17 +1,24 @@
 """Pure: what the first generation goes on from: memory that daemons kept, a step on the disk, or nothing."""
 
 from collections.abc import Iterable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
+from typing import TypeAlias
 
 from ckptless.daemon.ckptlessd.planning.faults import NodeView
 from ckptless.daemon.ckptlessd.planning.sources import NoCommonStepError, Sources, Told, sources_of
 from ckptless.daemon.protocol.messages import Place
+
+# The cut of what an earlier start has left: no generation of this one has that number.
+KEPT_CUT = 0
+# What belongs together: run, generation, cut, and number of ranks.
+_Origin: TypeAlias = tuple[str, int, int, int]
 
 
 @dataclass(frozen=True)
 class Start:
     """`sources` is of memory, and empty where ranks build anew (and read the disk, if that has a step).
 
+    It may be of another number of ranks than there are now, and is of the cut KEPT_CUT then.
     `text` tells what was chosen, "" where there was no choice.
     """
 
@@ -22,17 +29,22 @@ class Start:
 def start_from(nodes: Iterable[NodeView], places: Sequence[Place], saved_step: int | None) -> Start:
     """The newer of memory and disk, memory where both have the same step; memory only if all of it is there.
 
-    Only what one run held in one generation belongs together.
+    Only what one run held in one generation, as the state of the same ranks, belongs together.
     """
     best, whose, why = Sources(), "", ""
     for origin, told in sorted(_origins(nodes).items()):
+        run, _generation, _cut, ranks = origin
+        same = ranks == len(places)
         try:
-            found = sources_of(told, places)
+            # Where other ranks were is of no matter: each rank takes its part of several.
+            found = sources_of(told, places if same else [Place(node=0, slot=0)] * ranks)
         except NoCommonStepError as error:
             why = str(error)
             continue
         if found.step is not None and (best.step is None or found.step > best.step):
-            best, whose = found, f"run {origin[0]}, kept on {len(told)} node{'s' * (len(told) > 1)}"
+            best = found if same else replace(found, cut=KEPT_CUT)
+            whose = f"run {run}, kept on {len(told)} node{'s' * (len(told) > 1)}"
+            whose += "" if same else f" by {ranks} ranks"
     memory = (
         f"memory of {whose}, has step {best.step}" if whose else f"memory is not whole ({why})" if why else ""
     )
@@ -44,10 +56,11 @@ def start_from(nodes: Iterable[NodeView], places: Sequence[Place], saved_step: i
     return Start(Sources(), f"from the beginning; {memory}" if memory else "")
 
 
-def _origins(nodes: Iterable[NodeView]) -> dict[tuple[str, int], list[Told]]:
-    origins: dict[tuple[str, int], list[Told]] = {}
+def _origins(nodes: Iterable[NodeView]) -> dict[_Origin, list[Told]]:
+    origins: dict[_Origin, list[Told]] = {}
     for view in sorted(nodes, key=lambda view: view.node):
         brought = view.hello.brought if view.usable and view.hello is not None else None
         if brought is not None:
-            origins.setdefault((brought.run, brought.generation), []).append((view.node, brought.holdings))
+            origin = (brought.run, brought.generation, brought.holdings.cut, brought.ranks)
+            origins.setdefault(origin, []).append((view.node, brought.holdings))
     return origins

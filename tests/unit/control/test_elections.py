@@ -419,7 +419,7 @@ def test_the_first_generation_says_what_it_goes_on_from() -> None:
     node = begun(0, 1, 2, 3, 4)
     for other in range(1, NODES):
         held = m.Holdings(tensors=((0, (5,)),), records=tuple((rank, 0, (5,)) for rank in range(NODES - 1)))
-        brought = m.Brought(run="7", generation=1, holdings=held)
+        brought = m.Brought(run="7", generation=1, ranks=1, holdings=held)
         node.feed(e.Report(other, structs.replace(told[other], brought=brought)))
     node.wait(1.0)
     writes = [out for out in node.told.outputs if isinstance(out, e.Write)]

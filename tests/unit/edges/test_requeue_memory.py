@@ -16,6 +16,7 @@ from typing import Any
 
 import pytest
 from click.testing import CliRunner
+from msgspec import structs
 
 from ckptless.daemon.agent.versions.requeue_memory import RequeueClient
 from ckptless.daemon.agent.versions.store import (
@@ -81,7 +82,8 @@ class Start:
     """The agent of one start of the job, as far as its memory goes."""
 
     def __init__(self, site: Site, run: str, restarts: int | None, **fields: Any) -> None:
-        spec = hello(run).spec
+        of_spec = {name: fields.pop(name) for name in ("nodes", "sizes") if name in fields}
+        spec = structs.replace(hello(run).spec, **of_spec)
         told: dict[str, Any] = {"argv": ("train.py",), "module": False, "cwd": "/"}
         self.config = AgentConfig(
             **{**told, **fields},
@@ -218,10 +220,47 @@ def test_what_was_not_used_goes_back_as_it_is(tmp_path: Path) -> None:
     go(tmp_path, work)
 
 
+def test_another_number_of_ranks_comes_for_it(tmp_path: Path) -> None:
+    """Of an elastic job. It is put aside for them, and kept again as it was until they have their own."""
+
+    async def work(site: Site) -> None:
+        await Start(site, RUN, 0, sizes=(1, 2)).holds(5).ends()
+        later = Start(site, NEXT, 1, nodes=2, sizes=(1, 2))
+        await (await site.client(hello(NEXT))).hears(m.Admitted)
+        brought = await later.keeping.claim()
+        assert brought is not None
+        assert (brought.ranks, brought.holdings.cut) == (1, 1)
+        former = m.Former(cut=0, shards=(0,), tensor_nodes=((0, (0,)),), record_nodes=((0,),))
+        begun = structs.replace(assignment(NEXT, 1, 5), shards=(), tensor_nodes=(), record_nodes=())
+        begun = structs.replace(
+            begun, places=(m.Place(node=0, slot=0), m.Place(node=1, slot=0)), former=former
+        )
+        later.keeping.follow(begun)
+        later.vault.follow(begun, 0)
+        aside = later.vault.of(0)
+        assert aside is not None
+        assert aside.holdings().tensors == ((0, (5,)),)
+        assert later.vault.of(1) is later.vault
+        assert later.vault.holdings().tensors == ()
+        # What is allocated now is no region of those.
+        regions, *_ = aside.contents()
+        assert later.vault.allocate(0, round_up(NBYTES), SLOTS).number not in {one.number for one in regions}
+        await later.ends()
+        last = Start(site, "4711.2", 2, nodes=2, sizes=(1, 2))
+        brought = await last.keeping.claim()
+        assert brought is not None
+        assert (brought.run, brought.ranks, brought.holdings.cut) == (NEXT, 1, 0)
+        last.keeping.follow(assignment("4711.2", 1))
+        await last.ends()
+
+    go(tmp_path, work)
+
+
 @pytest.mark.parametrize(
     ("run", "restarts", "fields"),
     [
         (NEXT, 0, {}),
+        (NEXT, 1, {"nodes": 2}),
         ("4712", 1, {}),
         (NEXT, 1, {"argv": ("other.py",)}),
         (NEXT, 1, {"cwd": "/tmp"}),
