@@ -1,4 +1,4 @@
-"""`ckptctl evict`: take a node out of a job that runs."""
+"""`ckptctl evict` and `ckptctl release`: take a node out of a job that runs, and give it back to Slurm."""
 
 import sys
 from typing import Any
@@ -26,26 +26,22 @@ from ckptless.daemon.protocol.messages import PROTOCOL
     help="Whose word it is: a person's, or a health check's (root only).",
 )
 @click.option("--force", is_flag=True, help="Also where its ranks have no spare to go to: the job then ends.")
-@click.option(
-    "--give-back", is_flag=True, help="Give the node back to Slurm, too; never that of the batch script."
-)
 @click.option("--yes", is_flag=True, help="Do not ask. Needed where there is no terminal to ask at.")
 def evict(asked: Asked, node: str, yes: bool, **word: Any) -> None:
     """Take NODE out of JOB, which goes on with a spare in its place.
 
     JOB is a run, or the number of a Slurm job that has one. NODE is its name, or its number in the job, from
     0. It is asked of the daemon of this node, which must be one of the job's; the job's owner may do it, and
-    root. Processes of the job on NODE end. For Slurm nothing changes unless --give-back is said: drain it
-    there, or other jobs will start on it. A second call for the same node changes nothing.
+    root. Processes of the job on NODE end. For Slurm nothing changes: drain it there, or other jobs will
+    start on it; ckptctl release gives it back. A second call for the same node changes nothing.
 
     \b
     Example:
         ckptctl evict 4711 node02 --reason "ECC errors"
-        ckptctl evict 4711 node07 --give-back
         ckptctl evict --yes --source health --reason "GPU 3 is gone" 4711 node02
     """
     run = asked.named
-    question = _question(run, node, **word)
+    question = _question(run, node, give_back=False, **word)
     where = sockets(asked)
     if not yes:
         _confirm(run, node)
@@ -53,8 +49,31 @@ def evict(asked: Asked, node: str, yes: bool, **word: Any) -> None:
     tell(asked, answer, ("accepted", "already"), job=run, node=node, socket=by, evicted=answer)
 
 
-def _question(run: str, node: str, reason: str, source: EvictionSource, **more: bool) -> Evict:
-    """Raises UsageError for what no daemon would take."""
+@click.command()
+@for_job
+@click.argument("node")
+@click.option(
+    "--reason", default="", metavar="TEXT", help="Why, for the job's story; 200 characters at most."
+)
+def release(asked: Asked, node: str, reason: str) -> None:
+    """Give NODE of JOB back to Slurm; the job goes on with a spare in its place, or with fewer nodes.
+
+    JOB is a run, or the number of a Slurm job that has one. NODE is its name, or its number in the job, from
+    0; never that of the batch script. Where the job cannot go on without it, that is refused. It is asked of
+    the daemon of this node, which must be one of the job's; the job's owner may do it, and root. For fewer
+    nodes, whichever: ckptctl resize --give-back.
+
+    \b
+    Example:
+        ckptctl release 4711 node07
+    """
+    question = _question(asked.named, node, reason=reason, source="operator", force=False, give_back=True)
+    answer, by = ask_any(sockets(asked), question, Evicted)
+    tell(asked, answer, ("accepted", "already"), job=asked.named, node=node, socket=by, evicted=answer)
+
+
+def _question(run: str, node: str, *, reason: str, source: EvictionSource, **more: bool) -> Evict:
+    """Return the question. Raises UsageError for what no daemon would take."""
     if len(reason) > MAX_REASON or not reason.isprintable():
         raise UsageError(f"--reason takes at most {MAX_REASON} characters, on one line")
     if not (0 < len(node) <= MAX_NAME and node.isprintable()):

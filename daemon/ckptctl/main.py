@@ -8,7 +8,7 @@ from ckptless import __version__
 from ckptless.daemon.ckptctl.config_command import config
 from ckptless.daemon.ckptctl.data import data
 from ckptless.daemon.ckptctl.events import events
-from ckptless.daemon.ckptctl.evict import evict
+from ckptless.daemon.ckptctl.evict import evict, release
 from ckptless.daemon.ckptctl.jobs import jobs
 from ckptless.daemon.ckptctl.kept import kept
 from ckptless.daemon.ckptctl.options import Asked, common
@@ -52,6 +52,7 @@ COMMANDS: dict[click.Command, dict[str, str]] = {
     events: {"events -f": "its story, as it goes"},
     timeline: {"timeline": "where the time of each recovery went"},
     evict: {"evict 4711 node02": "take a node out of a job, for a spare"},
+    release: {"release 4711 node02": "give a node of it back to Slurm"},
     resize: {"resize 4711 --nodes 4": "train on fewer of its nodes, or on more"},
     save: {"save 4711": "save its state to its directory now"},
     kept: {"kept": "memory that is kept here for jobs that start again"},
@@ -69,7 +70,7 @@ _EXAMPLES = "\n".join(
 
 On a cluster the daemon of this node answers: root about all jobs, everybody else about their own. Of a
 local run the ledgers of its nodes are read, which stay when they have ended, or were killed. Only evict,
-resize and save do something.
+release, resize and save do something.
 JOB is a run or the number of a Slurm job; without it, the newest job. Options may stand before or behind
 the command.
 

@@ -21,16 +21,24 @@ def newly_down(names: Sequence[str], lost: Collection[int], nodes: Iterable[Node
     ]
 
 
-def newly_drained(
+def newly_leaving(
     names: Sequence[str], lost: Collection[int], nodes: Iterable[Node], mark: str
 ) -> list[tuple[int, str]]:
-    """(number, why) of a run's nodes that somebody drains, and not for a reason that begins with `mark`."""
-    drained = {node.name: node.reason for node in nodes if node.draining and not node.down}
-    return [
-        (number, f"Slurm drains it: {drained[name]}")
-        for number, name in enumerate(names)
-        if name in drained and number not in lost and not drained[name].startswith(mark)
-    ]
+    """(number, why) of a run's nodes that somebody wants for themselves: drained, or under maintenance.
+
+    Drained not for a reason that begins with `mark`. A reservation for maintenance that all nodes of the run
+    are in is the one that the run itself is in.
+    """
+    up = {node.name: node for node in nodes if not node.down}
+    here = [(number, up[name]) for number, name in enumerate(names) if name in up and number not in lost]
+    among_them = all(node.maintained for _, node in here)
+    found: list[tuple[int, str]] = []
+    for number, node in here:
+        if node.draining and not node.reason.startswith(mark):
+            found.append((number, f"Slurm drains it: {node.reason}"))
+        elif node.maintained and not among_them:
+            found.append((number, "a reservation for its maintenance has begun"))
+    return found
 
 
 def is_dead(view: NodeView) -> bool:

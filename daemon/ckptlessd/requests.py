@@ -43,7 +43,11 @@ def _evict(run: JobHost, asked: Evict, uid: int) -> Evicted:
         return Evicted(verdict="refused", text=f"job {run.job} has no node {asked.node!r}")
     before = control.nodes[node].lost
     if before is not None and control.outcome is None:
-        return Evicted(verdict="already", node=node, text=f"{names[node]} is out already: {before}")
+        text = f"{names[node]} is out already: {before}"
+        if asked.give_back and not before.startswith(GIVEN_BACK):
+            text += "; it stays the job's in Slurm until that ends"
+            return Evicted(verdict="refused", node=node, text=text)
+        return Evicted(verdict="already", node=node, text=text)
     why = eviction.cannot_say(control) if control.outcome is None else None
     if why is not None:
         return Evicted(verdict="elsewhere", node=node, text=why)

@@ -10,7 +10,7 @@ from concurrent.futures import ThreadPoolExecutor
 from typing import TYPE_CHECKING, Any, Literal
 
 from ckptless.daemon.ckptlessd.cluster import EXPLAIN_S
-from ckptless.daemon.ckptlessd.down_nodes import is_dead, newly_down, newly_drained
+from ckptless.daemon.ckptlessd.down_nodes import is_dead, newly_down, newly_leaving
 from ckptless.daemon.ckptlessd.peering import Roster
 from ckptless.daemon.ckptlessd.recovery import eviction
 from ckptless.daemon.ckptlessd.recovery.events import DarkState, NodeLost
@@ -86,7 +86,7 @@ class SlurmCluster:
         self.on_node_lost = on_node_lost
         # Whether elastic jobs give nodes back while one of higher priority waits for them.
         self.gives_way = False
-        # Whether jobs leave a node that is drained, where they can go on without it.
+        # Whether jobs leave a node that is drained, or under maintenance, where they can go on without it.
         self.leaves_drained = False
         # How many nodes runs had when this daemon had them give way.
         self._had: dict[str, int] = {}
@@ -445,12 +445,12 @@ class SlurmCluster:
                 for number, reason in newly_down(names, lost, reading.value):
                     run.session.lose(NodeLost(number, reason, 0.0, source="slurm"))
                 if self.leaves_drained:
-                    self._leave_drained(run, newly_drained(names, lost, reading.value, reason_text("")))
+                    self._leave_drained(run, newly_leaving(names, lost, reading.value, reason_text("")))
 
     @staticmethod
-    def _leave_drained(run: "JobHost", drained: list[tuple[int, str]]) -> None:
-        """Take drained nodes out of a run, one after the other: it must be able to go on without each."""
-        for number, reason in drained:
+    def _leave_drained(run: "JobHost", leaving: list[tuple[int, str]]) -> None:
+        """Take nodes out of a run, one after the other: it must be able to go on without each."""
+        for number, reason in leaving:
             if eviction.refusal(run.session.control, number, force=False) is None:
                 run.session.lose(NodeLost(number, reason, 0.0, source="operator"))
                 return

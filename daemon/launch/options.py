@@ -23,7 +23,7 @@ from ckptless.daemon.launch.torchrun import count_nodes, count_ranks, shown
 from ckptless.daemon.ledger.paths import LATEST
 from ckptless.daemon.protocol import saved
 from ckptless.daemon.protocol.errors import ProtocolError, UsageError
-from ckptless.daemon.protocol.messages import JobSpec
+from ckptless.daemon.protocol.messages import JobSpec, Limits
 from ckptless.daemon.protocol.saving import SaveConfig
 from ckptless.daemon.replication.failure_domains import check_name
 from ckptless.daemon.settings.agent_config import SharedConfig
@@ -78,7 +78,7 @@ def local_run(script: str, script_args: tuple[str, ...], given: Given, env: Env)
         nodes=nodes,
         spares=options.spares,
         slots_per_node=slots or 1,
-        limits=settings.limits(options.max_stall_s, options.max_restarts),
+        limits=_limits(options, settings),
         domains=_local_domains(options, nodes + options.spares),
         run_id=token_hex(16),
         launch=token_hex(16),
@@ -112,7 +112,8 @@ def slurm_run(script: str, script_args: tuple[str, ...], given: Given, env: Env)
     settings, in_step = load_settings(), found.step is not None
     elastic = _elastic(options, shape.nodes, shape.spares, restarts(env), recovery=recovery)
     if elastic:
-        check_allowed(settings.elastic, env.get("SLURM_JOB_PARTITION", ""))
+        partition, qos = env.get("SLURM_JOB_PARTITION", ""), env.get("SLURM_JOB_QOS", "")
+        check_allowed(settings.elastic, partition, qos)
     drawing = _drawing(options, recovery=recovery)
     if drawing:
         check_may_draw(settings.elastic, in_step=in_step, in_array=ARRAY_TASK in env)
@@ -122,7 +123,7 @@ def slurm_run(script: str, script_args: tuple[str, ...], given: Given, env: Env)
         nodes=shape.nodes,
         spares=shape.spares,
         slots_per_node=shape.slots,
-        limits=settings.limits(options.max_stall_s, options.max_restarts),
+        limits=_limits(options, settings),
         names=found.names[: shape.nodes + shape.spares],
         run_id=slurm.run_id(env),
         launch=slurm.launch_id(env) if in_step else token_hex(16),
@@ -247,6 +248,14 @@ def _elastic(options: RunOptions, nodes: int, spares: int, started: int, *, reco
         )
     after_s = options.scale_up_after_s
     return {"sizes": found, "grow_after_s": DEFAULT_GROW_S if after_s is None else after_s}
+
+
+def _limits(options: RunOptions, settings: Settings) -> Limits:
+    """Return the deadlines, some of which are said for themselves."""
+    found = settings.limits(options.max_stall_s, options.max_restarts)
+    join_s = found.join_s if options.scale_timeout_s is None else options.scale_timeout_s
+    leave_s = found.leave_s if options.graceful_s is None else options.graceful_s
+    return replace(found, join_s=join_s, leave_s=leave_s)
 
 
 def _drawing(options: RunOptions, *, recovery: bool) -> dict[str, Any]:

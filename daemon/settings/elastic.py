@@ -53,6 +53,10 @@ NO_DRAW_IN_ARRAY = (
 
 _ALONE = "{word} is for an elastic job: say min-nodes or sizes too, or leave it out"
 _PATIENCE_ALONE = "draw-in-patience is for a job that may draw nodes in: say draw-in too, or leave it out"
+_NOT_WITH = (
+    "jobs of QOS {qos} are not elastic here, as are those of {allowed}; choose among these, or leave out "
+    "min-nodes, max-nodes, step and sizes"
+)
 _NOT_DRAWN = "no job of this site may draw nodes in; leave out draw-in, in sbatch --ckptless too"
 
 
@@ -73,7 +77,13 @@ def sizes(asked: RunOptions, nodes: int, spares: int, *, again: bool = False) ->
     elif asked.min_nodes or asked.max_nodes:
         found = _from_range(asked, nodes)
     else:
-        for word, said in (("step", asked.step), ("scale-up-after", asked.scale_up_after_s)):
+        alone = {
+            "step": asked.step,
+            "scale-up-after": asked.scale_up_after_s,
+            "scale-timeout": asked.scale_timeout_s,
+            "graceful": asked.graceful_s,
+        }
+        for word, said in alone.items():
             if said is not None:
                 raise UsageError(_ALONE.format(word=word))
         return ()
@@ -93,12 +103,14 @@ def patience_s(asked: RunOptions) -> float:
     return DEFAULT_DRAW_S if asked.draw_in_patience_s is None else asked.draw_in_patience_s
 
 
-def check_allowed(site: ElasticSettings, partition: str) -> None:
-    """Raise UsageError where an elastic job in `partition` ("": not known) is not to be."""
+def check_allowed(site: ElasticSettings, partition: str, qos: str) -> None:
+    """Raise UsageError where an elastic job in `partition` with `qos` ("": not known) is not to be."""
     if not site.allow:
         raise UsageError(NOT_HERE)
     if partition and site.partitions and partition not in site.partitions:
         raise UsageError(NOT_IN.format(partition=partition, allowed=",".join(site.partitions)))
+    if qos and site.qos and qos not in site.qos:
+        raise UsageError(_NOT_WITH.format(qos=qos, allowed=",".join(site.qos)))
 
 
 def check_may_draw(site: ElasticSettings, *, in_step: bool, in_array: bool) -> None:

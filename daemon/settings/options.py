@@ -225,16 +225,19 @@ class KeepSettings:
 
 @dataclass(frozen=True, kw_only=True)
 class ElasticSettings:
-    """Whether jobs may be elastic, and in which partitions; none are named: in all.
+    """Whether jobs may be elastic, and in which partitions and QOS; none are named: in all.
 
     `draw_in`: whether any job may have nodes added to it. `give_way`: whether elastic jobs that may draw
     nodes in give some back while a job of higher priority waits for them. `leave_drained`: whether jobs leave
-    a node that is drained, where they can go on without it.
+    a node that is drained, or that a reservation for maintenance begins on, where they can go on without it.
     """
 
     allow: bool = checked("true", "false", good=lambda v: isinstance(v, bool)).default(True)
     partitions: tuple[str, ...] = Option(
         words=("a list of partitions, each once, such as [gpu, debug]",), read=names
+    ).default(())
+    qos: tuple[str, ...] = Option(
+        words=("a list of QOS, each once, such as [normal, low]",), read=names
     ).default(())
     draw_in: bool = checked("true", "false", good=lambda v: isinstance(v, bool)).default(True)
     give_way: bool = checked("true", "false", good=lambda v: isinstance(v, bool)).default(False)
@@ -319,6 +322,22 @@ class RunOptions:
         such_as="30s or 5m",
         spec="scale-up-after",
         unsaid="what sbatch --ckptless said, else 30",
+    ).default()
+    scale_timeout_s: float | None = span(
+        "How long ranks of an elastic job may take to join with their state; those later are replaced.",
+        low=1,
+        high=86400,
+        such_as="30s or 5m",
+        spec="scale-timeout",
+        unsaid="what sbatch --ckptless said, else as long as a stall may last",
+    ).default()
+    graceful_s: float | None = span(
+        "How long the training function of an elastic job may take to be left before its process is ended.",
+        low=1,
+        high=86400,
+        such_as="30s or 5m",
+        spec="graceful",
+        unsaid="what sbatch --ckptless said, else a tenth of the longest stall",
     ).default()
     draw_in: int | None = number(
         "Nodes that the job may draw in over its life, of those that are idle in its partition.",

@@ -114,6 +114,11 @@ class Node:
         return "DRAIN" in self.flags
 
     @property
+    def maintained(self) -> bool:
+        """Whether a reservation for its maintenance has begun; what runs there goes on."""
+        return "MAINTENANCE" in self.flags
+
+    @property
     def responding(self) -> bool:
         """Whether the node's slurmd answers, as far as Slurm knows yet."""
         return "NOT_RESPONDING" not in self.flags

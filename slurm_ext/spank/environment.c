@@ -33,6 +33,8 @@ void ckptless_variables(const struct ckptless_spec *spec, struct ckptless_variab
 	number(&out[9], "CKPTLESS_STEP", spec->step);
 	words(&out[10], "CKPTLESS_SIZES", spec->sizes);
 	number(&out[11], "CKPTLESS_SCALE_UP_AFTER", spec->grow_after_s);
-	number(&out[12], "CKPTLESS_DRAW_IN", spec->draw_in);
-	number(&out[13], "CKPTLESS_DRAW_IN_PATIENCE", spec->draw_in_patience_s);
+	number(&out[12], "CKPTLESS_SCALE_TIMEOUT", spec->scale_timeout_s);
+	number(&out[13], "CKPTLESS_GRACEFUL", spec->graceful_s);
+	number(&out[14], "CKPTLESS_DRAW_IN", spec->draw_in);
+	number(&out[15], "CKPTLESS_DRAW_IN_PATIENCE", spec->draw_in_patience_s);
 }

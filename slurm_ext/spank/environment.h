@@ -18,7 +18,7 @@
 /* tells the job_submit plugin that the user wants the job to end with a lost node */
 #define CKPTLESS_KILL "CKPTLESS_KILL"
 
-#define CKPTLESS_VARIABLES 14
+#define CKPTLESS_VARIABLES 16
 
 struct ckptless_variable {
 	const char *name;

@@ -164,6 +164,9 @@ static const struct {
 	{ "step", AT(step), BOUNDS(STEP), bounded, "a number from " CKPTLESS_STEP_RANGE },
 	{ "scale-up-after", AT(grow_after_s), BOUNDS(SCALE_UP_AFTER), duration_s,
 	  CKPTLESS_SCALE_UP_AFTER_RANGE ", or minutes as in 2m" },
+	{ "scale-timeout", AT(scale_timeout_s), BOUNDS(SCALE_TIMEOUT), duration_s,
+	  CKPTLESS_SCALE_TIMEOUT_RANGE ", or minutes as in 2m" },
+	{ "graceful", AT(graceful_s), BOUNDS(GRACEFUL), duration_s, CKPTLESS_GRACEFUL_RANGE ", or minutes as in 2m" },
 	{ "draw-in", AT(draw_in), BOUNDS(DRAW_IN), bounded, "a number from " CKPTLESS_DRAW_IN_RANGE },
 	{ "draw-in-patience", AT(draw_in_patience_s), BOUNDS(DRAW_IN_PATIENCE), duration_s,
 	  CKPTLESS_DRAW_IN_PATIENCE_RANGE ", or minutes as in 2m" },
@@ -215,7 +218,7 @@ static bool setting_parse(const char *item, size_t size, struct ckptless_spec *s
 		snprintf(why, why_size,
 			 "\"%s\" is not known; say auto, off, or a list of "
 			 "spares=N, min-nodes=N, max-nodes=N, step=N, sizes=N:N, scale-up-after=N[s|m], "
-			 "draw-in=N, draw-in-patience=N[s|m], replicas=N, max-stall=N[s|m], bandwidth=RATE, "
+			 "scale-timeout=N[s|m], graceful=N[s|m], draw-in=N, draw-in-patience=N[s|m], replicas=N, max-stall=N[s|m], bandwidth=RATE, "
 			 "interface=NAME",
 			 shown(item, size, word));
 	else if (want)

@@ -13,7 +13,7 @@
 #define CKPTLESS_SIZES_MOST 16
 #define CKPTLESS_SIZES_SIZE (CKPTLESS_SIZES_MOST * 6) /* each of five digits at most, and what parts them */
 #define CKPTLESS_SPEC_SIZE 512	   /* any spec in its one written form, with the final NUL */
-#define CKPTLESS_WHY_SIZE 384	 /* one sentence for the user */
+#define CKPTLESS_WHY_SIZE 448	 /* one sentence for the user */
 
 /* A SPEC, taken apart. Numbers are CKPTLESS_NOT_SAID and texts are empty where the user said nothing. */
 struct ckptless_spec {
@@ -23,6 +23,7 @@ struct ckptless_spec {
 	int step;	 /* nodes that come or go at once */
 	char sizes[CKPTLESS_SIZES_SIZE]; /* as they are written, ascending, parted by colons */
 	int grow_after_s; /* seconds */
+	int scale_timeout_s, graceful_s; /* seconds */
 	int draw_in;	 /* nodes that may be added */
 	int draw_in_patience_s; /* seconds */
 	int replicas;	 /* copies of each shard */
@@ -33,7 +34,7 @@ struct ckptless_spec {
 
 /*
  * Takes SPEC apart: "auto", "off" or a list of spares=N, min-nodes=N, max-nodes=N, step=N, sizes=N:N,
- * scale-up-after=S[s|m], draw-in=N, draw-in-patience=S[s|m], replicas=R, max-stall=S[s|m], bandwidth=RATE,
+ * scale-up-after=S[s|m], scale-timeout=S[s|m], graceful=S[s|m], draw-in=N, draw-in-patience=S[s|m], replicas=R, max-stall=S[s|m], bandwidth=RATE,
  * interface=NAME.
  * NULL, "" and "(null)" (what Slurm 22.05 makes of an absent value) mean auto.
  * False: not valid; `why` then holds one sentence, without the option's name.

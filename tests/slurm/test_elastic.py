@@ -161,7 +161,7 @@ def test_nodes_are_given_back_and_come_again(site: Cluster) -> None:
 
 
 def test_a_job_gives_way_to_one_of_higher_priority(tmp_path_factory: pytest.TempPathFactory) -> None:
-    """It starts on nodes that the elastic job has, which has them again; and leaves one that is drained."""
+    """It starts on nodes that the elastic job has, which has them again; and leaves those to be serviced."""
     require_slurm()
     conf = {**CONF, "PriorityType": "priority/basic"}
     yaml = f"{YAML}elastic: {{give_way: true, leave_drained: true}}\n"
@@ -186,5 +186,9 @@ def test_a_job_gives_way_to_one_of_higher_priority(tmp_path_factory: pytest.Temp
         job.has(3)
         left = ("pgrep", "-u", job.user)
         job.wait(lambda: not site.run("node02", *left, check=False).stdout, "it has left the drained node")
+        fans = ("reservationname=fans", "starttime=now", "duration=60", "nodes=node03", "users=root")
+        site.run("ctl", "scontrol", "create", *fans, "flags=maint,ignore_jobs")
+        job.has(2)
+        job.wait(lambda: not site.run("node03", *left, check=False).stdout, "it has left the reserved node")
         job.ended()
         job.every_sample_once()

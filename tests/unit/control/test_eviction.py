@@ -335,6 +335,17 @@ def test_a_node_is_given_back_and_not_that_of_the_batch_script() -> None:
     assert run.asked(spare, give_back=True)[0] == "accepted"
     (loss,) = run.losses
     assert loss.reason == f"given back to Slurm by uid {OWNER}: fan"
+    run.losses.clear()
+    assert run.asked(spare, give_back=True)[0] == "already"
     run.node.wait(6.0, 1.0)
     said = [out.order for out in run.node.told.outputs if isinstance(out, e.ToAgent)]
     assert m.GiveBack(nodes=(NODES - 1,)) in said
+
+
+def test_a_node_that_was_only_taken_out_is_not_given_back() -> None:
+    """Nobody is told that it was, where Slurm keeps it in the job."""
+    run, spare = Run(Node(0, NODES)), f"n{NODES - 1:02}"
+    assert run.asked(spare)[0] == "accepted"
+    run.losses.clear()
+    verdict, text = run.asked(spare, give_back=True)
+    assert (verdict, text[-45:]) == ("refused", "; it stays the job's in Slurm until that ends")

@@ -250,3 +250,14 @@ def test_usage(daemons: Daemons, words: tuple[str, ...]) -> None:
     assert evict(*words).exit_code == 2
     assert daemon.heard == []
     assert evict("-j", "7").exit_code == 0
+
+
+def test_release_gives_it_back_and_asks_nobody(daemons: Daemons) -> None:
+    """At no terminal, too: where the job needs the node it is refused."""
+    daemon = daemons.system(DONE)
+    done = click.testing.CliRunner().invoke(ckptctl, ["release", "7", "n02", "--reason", "fan"])
+    assert (done.exit_code, done.stdout) == (0, "n02 is taken out of job 7\n")
+    assert daemon.heard == [
+        Evict(protocol=1, job="7", node="n02", source="operator", reason="fan", give_back=True)
+    ]
+    assert click.testing.CliRunner().invoke(ckptctl, ["release", "7"]).exit_code == 2

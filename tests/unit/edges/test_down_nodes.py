@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from ckptless.daemon.ckptlessd.down_nodes import newly_down, newly_drained
+from ckptless.daemon.ckptlessd.down_nodes import newly_down, newly_leaving
 from ckptless.daemon.slurm.adapter import Node
 
 NAMES = ("node01", "node02", "node03")
@@ -27,8 +27,19 @@ def node(name: str, state: str = "ALLOCATED", *flags: str, reason: str = "") -> 
     ],
 )
 def test_a_node_that_somebody_else_drains(drained: Node, found: list[tuple[int, str]]) -> None:
-    assert newly_drained(NAMES, (), [node("node01"), drained], OURS) == found
-    assert newly_drained(NAMES, (1,), [drained], OURS) == []
+    assert newly_leaving(NAMES, (), [node("node01"), drained], OURS) == found
+    assert newly_leaving(NAMES, (1,), [drained], OURS) == []
+
+
+def test_a_reservation_for_maintenance_that_begins() -> None:
+    """Of some of its nodes. A job of which all nodes are in one has been started in it."""
+    maintained = [node("node02", "MIXED", "MAINTENANCE"), node("node03", "ALLOCATED", "MAINTENANCE")]
+    text = "a reservation for its maintenance has begun"
+    assert newly_leaving(NAMES, (), [node("node01"), *maintained], OURS) == [(1, text), (2, text)]
+    assert newly_leaving(NAMES, (0,), [node("node01"), *maintained], OURS) == []
+    assert newly_leaving(NAMES, (2,), [node("node01"), *maintained], OURS) == [(1, text)]
+    drained = node("node02", "MIXED", "MAINTENANCE", "DRAIN", reason="fan")
+    assert newly_leaving(NAMES[1:], (), [drained, maintained[1]], OURS) == [(0, "Slurm drains it: fan")]
 
 
 def test_a_name_that_has_come_again_is_the_later_number() -> None:

@@ -88,6 +88,8 @@ def test_sizes(asked: dict[str, object], nodes: int, spares: int, found: tuple[i
         ({"min_nodes": 1}, MOST_SIZES + 1, 0, "more than 4096 sizes; choose a larger step"),
         ({"step": 2}, 4, 0, "step is for an elastic job: say min-nodes or sizes too"),
         ({"scale_up_after_s": 0.0}, 4, 0, "scale-up-after is for an elastic job"),
+        ({"scale_timeout_s": 9.0}, 4, 0, "scale-timeout is for an elastic job"),
+        ({"graceful_s": 9.0}, 4, 0, "graceful is for an elastic job"),
         *(({"sizes": (4,), word: 4}, 4, 0, "say it in one of these ways") for word in WORDS[:3]),
     ],
 )
@@ -136,6 +138,15 @@ def test_a_local_run() -> None:
     assert (spec.sizes, spec.grow_after_s) == ((2, 4, 8), 0.5)
     spec = local("--nodes", "4")
     assert (spec.sizes, spec.grow_after_s) == ((), 0.0)
+    spec = local("--nodes", "4", "--min-nodes", "2", "--scale-timeout", "20", "--graceful", "5")
+    assert (spec.limits.join_s, spec.limits.leave_s, spec.limits.stall_s) == (20.0, 5.0, 300.0)
+
+
+def test_fewer_nodes_than_before_a_requeue() -> None:
+    """Slurm gave fewer than the largest size takes; the first time that is the user's mistake."""
+    said = ("--max-nodes", "9", "--min-nodes", "2", "train.py")
+    assert "to grow to 9 nodes" in refused(*said)
+    assert run(*said, env={**JOB, "SLURM_RESTART_COUNT": "1"}).config.spec.sizes[-1] == 9
 
 
 def test_torchruns_two_numbers() -> None:
@@ -286,11 +297,13 @@ def test_a_site_may_have_nothing_drawn_in(folder: Path) -> None:
         ("partitions: [big, gpu]", "gpu", ""),
         ("partitions: [big, gpu]", "", ""),
         ("partitions: []", "gpu", ""),
+        ("qos: [high]", "gpu", "jobs of QOS low are not elastic here, as are those of high; choose"),
+        ("qos: [high, low]", "gpu", ""),
     ],
 )
 def test_where_jobs_may_be_elastic(folder: Path, site: str, partition: str, says: str) -> None:
     (folder / "no-such.yaml").write_text(f"version: 1\nelastic: {{{site}}}\n")
-    env = {**JOB, **({"SLURM_JOB_PARTITION": partition} if partition else {})}
+    env = {**JOB, "SLURM_JOB_QOS": "low", **({"SLURM_JOB_PARTITION": partition} if partition else {})}
     assert run("train.py", env=env).config.spec.sizes == ()
     if says:
         assert says in refused("--min-nodes", "2", "train.py", env=env)

@@ -105,7 +105,8 @@ data: {budget: 256MiB, prefetch: 4}
 domains: {rack1: "node[1-4]"}
 replication: {bandwidth: 2GB/s, interface: ib0}
 comm: {interface: 10.3.0.0/16}
-elastic: {allow: false, partitions: [gpu, a-b], draw_in: false, give_way: true, leave_drained: true}
+elastic:
+  {allow: false, partitions: [gpu, a-b], qos: [low], draw_in: false, give_way: true, leave_drained: true}
 budgets: {raise_tries: 2, process_tries: 4, flap_tries: 6, flap_window: 30m}
 """
     )
@@ -120,6 +121,7 @@ budgets: {raise_tries: 2, process_tries: 4, flap_tries: 6, flap_window: 30m}
     assert (found.keep.memory_nbytes, found.keep.ttl_s) == (512 << 20, 3600.0)
     assert (found.data.budget_nbytes, found.data.prefetch) == (256 << 20, 4)
     assert (found.elastic.allow, found.elastic.partitions) == (False, ("gpu", "a-b"))
+    assert found.elastic.qos == ("low",)
     assert not found.elastic.draw_in
     assert found.elastic.give_way
     assert found.elastic.leave_drained
@@ -416,7 +418,8 @@ def test_show_says_where_it_is_from(files: Files) -> None:
     assert "\n  dark: 2s  # file\n" in text
     assert "\n  beat: 250ms  # derived from max_stall\n" in text
     assert "\n  bind: null  # default\n" in text
-    elastic = ("allow: true", "partitions: []", "draw_in: true", "give_way: false", "leave_drained: false")
+    lists, words = ("partitions: []", "qos: []"), ("give_way: false", "leave_drained: false")
+    elastic = ("allow: true", *lists, "draw_in: true", *words)
     assert "".join(f"\n  {line}  # default" for line in elastic) in text
     assert (rows["keep.memory"].value, rows["keep.memory"].unit) == (4 << 30, "B")
     assert "\n  memory: 4GiB  # default\n" in text
@@ -437,6 +440,7 @@ def test_a_list_of_partitions(files: Files) -> None:
         ("allow", "null", "null: it must be true or false"),
         ("allow", "[true]", "a list: it must be true or false"),
         ("draw_in", "1", "1: it must be true or false"),
+        ("qos", "low", "it must be a list of QOS, each once, such as [normal, low]"),
         *(
             ("partitions", text, "it must be a list of partitions, each once, such as [gpu, debug]")
             for text in ("gpu", "null", "[1]", "[a, a]", "[a b]", "['a,b']", "[[a]]", "['']", "{a: b}")

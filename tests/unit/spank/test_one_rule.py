@@ -97,10 +97,10 @@ def test_where_jobs_may_be_elastic(
     verdict, *said = parsers.ask("allowed", f"elastic={argument}" if argument else "", partitions or "NULL")
     assert verdict == ("ok" if allowed else "refused")
     if allowed:
-        check_allowed(elastic, partitions or "")
+        check_allowed(elastic, partitions or "", "")
     else:
         with pytest.raises(UsageError, match=f"^{re.escape(said[0])}$"):
-            check_allowed(elastic, partitions or "")
+            check_allowed(elastic, partitions or "", "")
 
 
 def test_all_partitions_of_a_job_must_be_such(parsers: Parsers) -> None:

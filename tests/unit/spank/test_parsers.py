@@ -9,7 +9,8 @@ from .native import Parsers
 
 SIXTEEN = ":".join(str(65521 + n) for n in range(16))
 LONGEST = (
-    "spares=1024,min-nodes=65536,max-nodes=65536,step=65536,scale-up-after=86400,draw-in=1024,"
+    "spares=1024,min-nodes=65536,max-nodes=65536,step=65536,scale-up-after=86400,"
+    "scale-timeout=86400,graceful=86400,draw-in=1024,"
     "draw-in-patience=86400,replicas=64,max-stall=86400,"
     f"sizes={SIXTEEN},bandwidth=000000000000500.0MiB/s,interface={'i' * 159}"
 )
@@ -39,6 +40,7 @@ LONGEST = (
         ("sizes=4:8:12,spares=4", "spares=4,sizes=4:8:12"),
         ("scale-up-after=2m,min-nodes=65536", "min-nodes=65536,scale-up-after=120"),
         ("scale-up-after=0s", "scale-up-after=0"),
+        ("graceful=90s,scale-timeout=2m", "scale-timeout=120,graceful=90"),
         ("draw-in=0", "draw-in=0"),
         ("draw-in-patience=5m,max-nodes=8,draw-in=4", "max-nodes=8,draw-in=4,draw-in-patience=300"),
         ("draw-in-patience=0", "draw-in-patience=0"),  # ckptless-run's own options may say the rest
@@ -100,6 +102,8 @@ NO_SIZES = (
         ("step=0", "step wants a number from 1 to 65536"),
         ("step=", "not valid"),
         ("min-nodes=1,min-nodes=1", "min-nodes is given twice"),
+        ("scale-timeout=0", "scale-timeout wants 1s to 86400s, or minutes as in 2m"),
+        ("graceful=x", "graceful wants 1s to 86400s, or minutes as in 2m"),
         ("scale-up-after=86401", "scale-up-after wants 0s to 86400s, or minutes as in 2m"),
         ("draw-in=1025", "draw-in wants a number from 0 to 1024"),
         ("draw-in=", "not valid"),
@@ -280,7 +284,7 @@ def test_variables_are_those_that_were_given(parsers: Parsers) -> None:
         "CKPTLESS_INTERFACE=ib0",
         "",
     ]
-    spec = "min-nodes=2,max-nodes=8,step=2,scale-up-after=60"
+    spec = "min-nodes=2,max-nodes=8,step=2,scale-up-after=60,scale-timeout=30,graceful=5"
     assert parsers.ask("variables", spec) == [
         f"CKPTLESS={spec}",
         f"CKPTLESS_SPEC={spec}",
@@ -288,6 +292,8 @@ def test_variables_are_those_that_were_given(parsers: Parsers) -> None:
         "CKPTLESS_MAX_NODES=8",
         "CKPTLESS_STEP=2",
         "CKPTLESS_SCALE_UP_AFTER=60",
+        "CKPTLESS_SCALE_TIMEOUT=30",
+        "CKPTLESS_GRACEFUL=5",
         "",
     ]
     assert parsers.ask("variables", "draw-in-patience=1m,draw-in=2")[2:] == [
