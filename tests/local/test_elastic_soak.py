@@ -28,10 +28,11 @@ SLOW = {"RECUT_SLEEP_S": "0.02", "RECUT_WATCH": "1"}
 WARM, PART = 3, 5
 # A thread's first use of some buffer may come late.
 TOLERANCE_KIB = 6 * 1024
-# A Gloo thread that has missed the end of its sockets (two or three of a hundred do) keeps its group, of up
-# to so many threads and files, until the group's own timeout of ten minutes. A pool of threads fills up late.
-STUCK, OF_A_GROUP = 6, 5
-TOLERANCES = {"own": TOLERANCE_KIB, "shared": TOLERANCE_KIB, "threads": 2, "files": 3}
+# A Gloo thread that has missed the end of its sockets (some of a hundred do) keeps its group, of up to so
+# many threads and files, until the group's own timeout, which is half a minute here and ten of them else.
+STUCK, OF_A_GROUP = 2, 5
+# A pool of threads fills up late. So do links: an agent has up to three to each other one, and keeps them.
+TOLERANCES = {"own": TOLERANCE_KIB, "shared": TOLERANCE_KIB, "threads": 2, "files": 3 * (NODES - 1)}
 # A resize takes about so long here; where it takes another time, the death comes at another point of it.
 ABOUT_S = 0.6
 
