@@ -32,6 +32,7 @@ from ckptless.daemon.protocol.messages import JobSpec, Outcome
 from ckptless.daemon.protocol.outcome import read_outcome, write_outcome
 from ckptless.daemon.replication.failure_domains import by_members
 from ckptless.daemon.settings.agent_config import AGENT_CONFIG, SharedConfig, encoded
+from ckptless.daemon.settings.elastic import check_grows
 from ckptless.daemon.slurm.commands import Commands
 from ckptless.daemon.slurm.deadline import Deadline
 from ckptless.daemon.slurm.errors import from_message
@@ -192,7 +193,10 @@ class SlurmRun:
         shape = f"nodes {spec.nodes}, spares {spec.spares}"
         logger.info("job %s: %s; output in %s", spec.job, shape, self.log_dir)
         # no deadline: each has its own
-        self.binding, domains = await asyncio.gather(cpu_binding(), find_domains(spec.names, self.domains))
+        slurm, domains = await asyncio.gather(slurm_config(), find_domains(spec.names, self.domains))
+        if spec.late:
+            check_grows(slurm)
+        self.binding = cpu_binding(slurm)
         # Once, here: all agents must tell the same.
         self.config = replace(self.config, spec=replace(spec, domains=domains))
         try:
@@ -370,18 +374,22 @@ def _tie() -> None:
         signal.signal(number, signal.SIG_IGN)
 
 
-async def cpu_binding() -> tuple[str, ...]:
-    """An agent's ranks share its step, which must not be bound to one task's CPUs (if Slurm binds at all)."""
+async def slurm_config() -> dict[str, str]:
+    """Return the settings of Slurm that scontrol shows, by name; none where it does not answer."""
     try:
         async with asyncio.timeout(CONFIG_DEADLINE_S):
             pipe = asyncio.subprocess.PIPE
             asked = await asyncio.create_subprocess_exec("scontrol", "show", "config", stdout=pipe)
             text, _ = await asked.communicate()
     except (OSError, TimeoutError):
-        return ("--cpu-bind=none",)
-    plugins = re.search(rb"^TaskPlugin\s*=\s*(.*)$", text, re.MULTILINE)
-    binds = plugins is None or b"affinity" in plugins.group(1) or b"cgroup" in plugins.group(1)
-    return ("--cpu-bind=none",) if binds else ()
+        return {}
+    return dict(re.findall(r"^(\w+)\s*=\s*(.*?)\s*$", text.decode(errors="replace"), re.MULTILINE))
+
+
+def cpu_binding(config: Mapping[str, str]) -> tuple[str, ...]:
+    """An agent's ranks share its step, which must not be bound to one task's CPUs (if Slurm binds at all)."""
+    plugins = config.get("TaskPlugin", "affinity")
+    return ("--cpu-bind=none",) if "affinity" in plugins or "cgroup" in plugins else ()
 
 
 def step_env(env: Mapping[str, str], config: SharedConfig) -> dict[str, str]:

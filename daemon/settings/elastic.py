@@ -3,6 +3,9 @@
 The same of a job that may draw nodes in.
 """
 
+import re
+from collections.abc import Mapping
+
 from ckptless.daemon.protocol.errors import UsageError
 from ckptless.daemon.protocol.limits import MOST_SIZES
 from ckptless.daemon.settings.options import ElasticSettings, RunOptions
@@ -57,6 +60,7 @@ _NOT_WITH = (
     "jobs of QOS {qos} are not elastic here, as are those of {allowed}; choose among these, or leave out "
     "min-nodes, max-nodes, step and sizes"
 )
+_NOT_GROWN = "Slurm adds no node to a job here, as {what}; leave out draw-in, or ask the site to change that"
 _NOT_DRAWN = "no job of this site may draw nodes in; leave out draw-in, in sbatch --ckptless too"
 
 
@@ -121,6 +125,19 @@ def check_may_draw(site: ElasticSettings, *, in_step: bool, in_array: bool) -> N
         raise UsageError(NO_DRAW_IN_STEP)
     if in_array:
         raise UsageError(NO_DRAW_IN_ARRAY)
+
+
+def check_grows(slurm: Mapping[str, str]) -> None:
+    """Raise UsageError where Slurm, by its settings as scontrol shows them, adds no node to a running job."""
+    if not slurm:
+        return  # it does not answer now, and says itself what it refuses
+    if "permit_job_expansion" not in slurm.get("SchedulerParameters", ""):
+        raise UsageError(_NOT_GROWN.format(what="permit_job_expansion is not among SchedulerParameters"))
+    version = tuple(map(int, re.findall(r"\d+", slurm.get("SLURM_VERSION", ""))[:2]))
+    if version >= (24, 11) and "Alloc" in slurm.get("PrologFlags", ""):
+        raise UsageError(
+            _NOT_GROWN.format(what="PrologFlags has Alloc, with which steps on added nodes fail")
+        )
 
 
 def _from_range(asked: RunOptions, nodes: int) -> tuple[int, ...]:

@@ -1,4 +1,4 @@
-"""Pure: how many nodes an elastic job is to keep, where a job of higher priority waits for some of them."""
+"""Pure: how many nodes an elastic job is to keep, and when it draws none in: others that wait come first."""
 
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
@@ -47,10 +47,25 @@ def waits_before(ours: Queued, others: Iterable[Queued]) -> bool:
     return any(_is_before(one, ours) for one in others)
 
 
+def could_use_idle(ours: Queued, others: Iterable[Queued]) -> Queued | None:
+    """Return a job that waits for nodes of the partition, and comes no later than ours; None: nobody does.
+
+    Slurm may keep what is idle together for it. A job that has begun ends later than the request by which it
+    draws nodes in, which Slurm would therefore let pass.
+    """
+    waiting = [one for one in others if _waits(one, ours) and one.reason in WAITS_FOR_NODES]
+    return max(
+        (one for one in waiting if one.priority >= ours.priority), key=lambda one: one.priority, default=None
+    )
+
+
 def _is_before(one: Queued, ours: Queued) -> bool:
+    return _waits(one, ours) and one.priority > ours.priority
+
+
+def _waits(one: Queued, ours: Queued) -> bool:
     return (
         one.state == "PENDING"
         and one.partition == ours.partition
-        and one.priority > ours.priority
         and not one.name.startswith(f"{HELPER_NAME}-")
     )

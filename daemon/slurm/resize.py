@@ -15,7 +15,7 @@ from ckptless.daemon.protocol.errors import UsageError
 from ckptless.daemon.slurm.adapter import MAX_DRAW_IN, Job, check_node
 from ckptless.daemon.slurm.deadline import Deadline
 from ckptless.daemon.slurm.errors import SlurmError, SlurmRefusedError, SlurmUnreachableError, from_message
-from ckptless.daemon.slurm.giving_way import HELPER_NAME, Queued
+from ckptless.daemon.slurm.giving_way import HELPER_NAME, Queued, could_use_idle
 from ckptless.daemon.slurm.hostlist import compress
 from ckptless.daemon.slurm.process import Account
 
@@ -43,6 +43,10 @@ async def grow(
     account = Account.of(job.user_id)
     queue = await slurm.queue(deadline_s=deadline.left_s)
     ours = next((one for one in queue if one.job_id == job_id), None)
+    if ours is not None and (first := could_use_idle(ours, queue)) is not None:
+        raise SlurmRefusedError(
+            f"job {job_id} draws no node in while job {first.job_id}, which comes first, waits for nodes"
+        )
     request = (*_request(job, count, avoid, helper_name, deadline), *_standing(ours))
     try:
         done = await slurm.command(deadline, "salloc", *request, account=account)

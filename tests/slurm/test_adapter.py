@@ -277,6 +277,13 @@ async def draw_in(slurm: Commands) -> None:
     job = await running(slurm, "-w", "node01", *WHOLE, "--time=600")
     with pytest.raises(SlurmRefusedError, match="no 9 idle"):
         await slurm.draw_in(job.job_id, 9, deadline_s=4.0)
+    # Nor what a job that comes first waits for, though that cannot start yet.
+    run_as("tester", "scontrol", "update", f"jobid={job.job_id}", "nice=100")
+    first = submit("-N4", *WHOLE)
+    await until(slurm, first, lambda job: job.reason in ("Resources", "Priority"))
+    with pytest.raises(SlurmRefusedError, match=f"while job {first}, which comes first, waits for nodes"):
+        await slurm.draw_in(job.job_id, 1)
+    await slurm.cancel(first)
     new = await slurm.draw_in(job.job_id, 2, avoid=("node02",))
     assert new == ("node03", "node04")
     job = await slurm.job(job.job_id)

@@ -14,7 +14,7 @@ from ckptless.daemon.protocol.errors import UsageError
 from ckptless.daemon.protocol.limits import MOST_SIZES
 from ckptless.daemon.protocol.model import JobSpec, Limits
 from ckptless.daemon.settings import site as site_settings
-from ckptless.daemon.settings.elastic import sizes
+from ckptless.daemon.settings.elastic import check_grows, sizes
 from ckptless.daemon.settings.options import RunOptions, run_options
 
 from .test_slurm_options import JOB, TASK, options, refused, run
@@ -100,6 +100,7 @@ def test_sizes_that_cannot_be(asked: dict[str, object], nodes: int, spares: int,
     assert len(str(caught.value)) < 240
 
 
+GROWS = {"SchedulerParameters": "permit_job_expansion"}
 SMALL = st.none() | st.integers(1, 12)
 
 
@@ -309,3 +310,24 @@ def test_where_jobs_may_be_elastic(folder: Path, site: str, partition: str, says
         assert says in refused("--min-nodes", "2", "train.py", env=env)
     else:
         assert run("--min-nodes", "2", "train.py", env=env).config.spec.elastic
+
+
+@pytest.mark.parametrize(
+    ("slurm", "says"),
+    [
+        ({}, ""),
+        ({"SchedulerParameters": "bf_interval=1,permit_job_expansion", "SLURM_VERSION": "26.05.0"}, ""),
+        ({"SchedulerParameters": "(null)", "SLURM_VERSION": "22.05.8"}, "permit_job_expansion is not among"),
+        ({"SLURM_VERSION": "22.05.8"}, "permit_job_expansion is not among SchedulerParameters; leave out"),
+        ({**GROWS, "SLURM_VERSION": "22.05.8", "PrologFlags": "Alloc,Contain"}, ""),
+        ({**GROWS, "SLURM_VERSION": "24.05.1", "PrologFlags": "Alloc"}, ""),
+        ({**GROWS, "SLURM_VERSION": "24.11.5", "PrologFlags": "Alloc"}, "PrologFlags has Alloc"),
+        ({**GROWS, "SLURM_VERSION": "?", "PrologFlags": "Alloc"}, ""),
+    ],
+)
+def test_a_slurm_that_adds_no_node_to_a_job(slurm: dict[str, str], says: str) -> None:
+    if not says:
+        check_grows(slurm)
+        return
+    with pytest.raises(UsageError, match=says):
+        check_grows(slurm)

@@ -120,10 +120,10 @@ def launched(
     program.write_text(srun.replace("FOLDER", str(folder)).replace("TRIED", str(folder / "tried")))
     program.chmod(0o755)
 
-    async def binding() -> tuple[str, ...]:
-        return ()
+    async def config_of_slurm() -> dict[str, str]:
+        return {"TaskPlugin": "task/none"}
 
-    monkeypatch.setattr(slurm, "cpu_binding", binding)
+    monkeypatch.setattr(slurm, "slurm_config", config_of_slurm)
     monkeypatch.setattr(slurm, "STEP_PAUSE_S", 0.05)
     config = SharedConfig(
         spec=spec(len(names) - 1, names),

@@ -223,11 +223,11 @@ def test_every_agent_is_told_the_same_failure_domains(
         told.append(run.config.spec.domains)
         return slurm.NodeStep(name, tmp_path / "console", tmp_path / "log")
 
-    async def binding() -> tuple[str, ...]:
-        return ()
+    async def config_of_slurm() -> dict[str, str]:
+        return {"TaskPlugin": "task/none"}
 
     monkeypatch.setattr(SlurmRun, "_start", start)
-    monkeypatch.setattr(slurm, "cpu_binding", binding)
+    monkeypatch.setattr(slurm, "slurm_config", config_of_slurm)
     run = SlurmRun(config(tmp_path), {}, domains={"a": ("n1",), "b": ("n2",)})
     with pytest.raises(StartError):
         asyncio.run(run.run())  # no step is running: nobody is left
@@ -249,11 +249,11 @@ def test_an_agent_that_cannot_start_ends_the_job(
         processes.append(step.process)
         return step
 
-    async def binding() -> tuple[str, ...]:
-        return ()
+    async def config_of_slurm() -> dict[str, str]:
+        return {"TaskPlugin": "task/none"}
 
     monkeypatch.setattr(SlurmRun, "_start", start)
-    monkeypatch.setattr(slurm, "cpu_binding", binding)
+    monkeypatch.setattr(slurm, "slurm_config", config_of_slurm)
     with pytest.raises(StartError, match="n2: n2 has no such address"):
         asyncio.run(SlurmRun(config(tmp_path), {}).run())
     assert [process.returncode for process in processes] == [-signal.SIGTERM, code]

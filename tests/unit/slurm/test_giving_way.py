@@ -6,7 +6,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from ckptless.daemon.slurm import resize
-from ckptless.daemon.slurm.giving_way import Queued, gives_way, waits_before
+from ckptless.daemon.slurm.giving_way import Queued, could_use_idle, gives_way, waits_before
 from ckptless.daemon.slurm.text import JobFormat
 
 REASONS = ("Resources", "Priority", "Dependency", "QOSMaxNodePerUserLimit")
@@ -55,6 +55,21 @@ def test_no_way_is_given_to_a_request_for_idle_nodes() -> None:
     assert gives_way(OURS, [helper], 0, SIZES) is None
     assert not waits_before(OURS, [helper])
     assert gives_way(OURS, [helper, queued(3)], 0, SIZES) == (queued(3), 6)
+
+
+def test_no_idle_node_is_taken_that_a_job_before_it_waits_for() -> None:
+    """Of the same priority, too; behind it, elsewhere, or for something else: that does not count."""
+    equal, first = queued(2, priority=10), queued(3)
+    assert could_use_idle(OURS, [OURS, equal]) == equal
+    assert could_use_idle(OURS, [equal, first]) == first
+    others = [
+        queued(2, priority=9),
+        queued(3, partition="cpu"),
+        queued(4, reason="Dependency"),
+        queued(5, state="RUNNING"),
+        queued(6, name="ckptless-draw-in-9-0123456789ab"),
+    ]
+    assert could_use_idle(OURS, others) is None
 
 
 @given(
