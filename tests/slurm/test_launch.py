@@ -159,6 +159,7 @@ def test_a_node_without_our_daemon_is_named(site: Cluster) -> None:
         (["--spares", "3"], "a job of 2 nodes has none left to train on"),
         (["--nodes", "3"], "are more than the 2 of the allocation"),
         (["--job", "x"], "--job is for --local"),
+        (["--draw-in", "2"], "permit_job_expansion is not among SchedulerParameters; leave out draw-in"),
     ],
 )
 def test_wrong_options(site: Cluster, options: list[str], words: str) -> None:
