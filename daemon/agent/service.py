@@ -335,7 +335,7 @@ class Agent:
             case a.StartProcess():
                 self._rank_processes.start(action)
             case a.KillProcess():
-                self._rank_processes.kill(action.birth)
+                self._rank_processes.kill(action.birth, hung=action.hung)
             case a.SendToRank():
                 self._rank_processes.send(action.birth, action.message)
             case a.AssignRank():
@@ -395,7 +395,11 @@ class Agent:
             self._rank_processes.welcome(link)
             return
         slot = self._rank_processes.heard(link)
-        if slot is None or isinstance(message, m.Pong):
+        if slot is None:
+            return
+        if isinstance(message, m.Pong):
+            if slot.answers(waits=message.waits):
+                self._progressed()
             return
         if isinstance(message, m.Note):
             self._daemon.send(m.AgentEvent(level=message.level, kind=message.kind, text=message.text))

@@ -5,6 +5,7 @@ not changes of state: an agent sends its whole `AgentState` whenever it changes,
 late or doubled does no harm, and a daemon that has just started knows all after one message.
 """
 
+import signal
 from typing import Annotated, Literal, TypeAlias
 
 from msgspec import Meta, Struct
@@ -217,9 +218,14 @@ class Ping(Message, frozen=True, kw_only=True):
 
 
 class Pong(Message, frozen=True, kw_only=True):
-    """Yes."""
+    """Yes. A rank's: whether it waits for others at this moment, in a collective or for its agent."""
 
     seq: Number
+    waits: bool = False
+
+
+STACKS_SIGNAL = signal.SIGRTMAX - 3
+"""Has a process with hooks write the stacks of all its threads to its log, whatever holds its interpreter."""
 
 
 Order: TypeAlias = Stop | Assign | Go | Running | Release | End

@@ -207,7 +207,8 @@ class SlotState(Value, frozen=True, kw_only=True):
     """A slot as its agent sees it. `generation` is the one that `phase` speaks of.
 
     `step` is the newest that is done; each `every`-th is committed, which takes `share` of the time.
-    `stepped`: one was done in this generation, whatever became of the process since.
+    `stepped`: one was done in this generation, whatever became of the process since. `waits`: whether it
+    waits for others, None while it gets on.
     `exit_code` is negative for a signal. `hooked` tells whether the process speaks to the agent
     (`ckptless.run`), or is a plain script. `age_s`: how long ago that began.
     """
@@ -219,6 +220,7 @@ class SlotState(Value, frozen=True, kw_only=True):
     hooked: bool = False
     step: Step | None = None
     stepped: bool = False
+    waits: bool | None = None
     loss: float | None = None
     every: Number | None = None
     share: Share | None = None

@@ -44,6 +44,9 @@ class Session:
         except OSError as error:
             raise PeerError(f"cannot reach the agent at {agent_socket}: {error}") from error
         self.on_stop: Callable[[int], None] = lambda _generation: None
+        # Whether the main thread waits for other ranks; asked in the listener thread.
+        self.waits: Callable[[], bool] = lambda: False
+        self._waiting = False
         self._decoder: Decoder[m.ToRank] = Decoder(m.ToRank, RANK_LIMIT)
         self._fds: deque[int] = deque()
         self._sending = threading.Lock()
@@ -108,7 +111,7 @@ class Session:
     def _take(self, message: m.ToRank) -> None:
         match message:
             case m.Ping():
-                self.send(m.Pong(seq=message.seq))
+                self.send(m.Pong(seq=message.seq, waits=self._waiting or self.waits()))
                 return
             case m.Stop():
                 self.on_stop(message.generation)
@@ -169,8 +172,12 @@ class Session:
     def _wait(self, generation: int, done: Callable[[], bool], what: str) -> None:
         """Wait for word of the agent; the control plane's deadlines end a generation that hangs here."""
         with self._news:
-            # no deadline: the control plane's end a generation that hangs here
-            self._news.wait_for(lambda: done() or self._ended >= generation)
+            self._waiting = True
+            try:
+                # no deadline: the control plane's end a generation that hangs here
+                self._news.wait_for(lambda: done() or self._ended >= generation)
+            finally:
+                self._waiting = False
             if not done():
                 raise GenerationEnded(f"generation {generation} ended while waiting for {what}")
 

@@ -490,6 +490,11 @@ class ProcessGroups:
         return 0 if self._scope is None else self._scope.calls
 
     @property
+    def waits(self) -> bool:
+        """Whether a collective is under way. Any thread."""
+        return self._scope is not None and self._scope.waits
+
+    @property
     def generation(self) -> int | None:
         """The generation that the groups stand in."""
         return None if self._scope is None else self._scope.generation

@@ -83,6 +83,11 @@ class Scope:
             return len(self._unsettled)
 
     @property
+    def waits(self) -> bool:
+        """The same as whether there are any; asked without the lock, whoever holds that."""
+        return bool(self._unsettled)
+
+    @property
     def busy(self) -> bool:
         """Whether anything is still at work in a backend, or takes one down."""
         with self.lock:

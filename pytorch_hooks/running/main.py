@@ -1,5 +1,6 @@
 """`ckptless.run`: calls a training function, again after every fault; without an agent, once."""
 
+import faulthandler
 import logging
 import os
 import sys
@@ -97,6 +98,8 @@ class _Worker:
         self._session = Session(socket_name)
         self._groups = ProcessGroups(COLLECTIVE_TIMEOUT, self._session.welcome.host, self._broken)
         self._session.on_stop = self._groups.abort
+        self._session.waits = lambda: self._groups.waits
+        faulthandler.register(m.STACKS_SIGNAL, file=2, all_threads=True)
         if hooks.abort is not None:
             self._groups.aborts.append(hooks.abort)
         cadence = Cadence(self._groups, *commits)

@@ -17,9 +17,10 @@ class StartProcess:
 
 @dataclass(frozen=True)
 class KillProcess:
-    """End a process with SIGKILL."""
+    """End a process with SIGKILL. `hung`: it is to write its stacks to its log before."""
 
     birth: int
+    hung: bool = False
 
 
 @dataclass(frozen=True)

@@ -195,7 +195,7 @@ class AgentCore:
     def _kill(self, one: Occupant, why: str) -> None:
         """End a process that does not do what it is told."""
         one.hung = why
-        self.out.append(KillProcess(one.birth))
+        self.out.append(KillProcess(one.birth, hung=one.hooked))
 
     def heard(self, birth: int, now: float) -> Slot | None:
         """A process has sent something: it lives. Return its slot, unless another is to be there."""

@@ -49,6 +49,9 @@ class Slot:
     hooked: bool = False
     shard: tuple[int, int] = (0, -1)
     since: float = 0.0
+    # Whether its process waits for others; None while it gets on. And how far it was when it answered last.
+    waits: bool | None = None
+    answered: tuple[int, Phase, int | None] | None = None
 
     @property
     def living(self) -> Occupant | None:
@@ -59,10 +62,21 @@ class Slot:
         """Begin a new phase."""
         self.stepped &= generation == self.generation
         self.phase, self.generation, self.cause, self.since = phase, generation, cause, now
+        self.waits = None
 
     def blame(self, cause: Cause, now: float) -> None:
         """Note that something is wrong with the process; its phase stays."""
         self.cause, self.since = cause, now
+
+    def answers(self, *, waits: bool) -> bool:
+        """Note whether the process waits for others, where it is as far as at its last answer.
+
+        Whether that is news.
+        """
+        at = (self.generation, self.phase, self.step)
+        before, self.waits = self.waits, waits if at == self.answered else None
+        self.answered = at
+        return self.waits != before
 
     def told(self, now: float) -> SlotState:
         """Return the slot as the daemon is told."""
@@ -74,6 +88,7 @@ class Slot:
             hooked=self.hooked,
             step=self.step,
             stepped=self.stepped,
+            waits=self.waits,
             loss=self.loss,
             every=self.every,
             share=self.share,

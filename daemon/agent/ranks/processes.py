@@ -90,7 +90,7 @@ class Process:
         assert self.returncode is not None
         return self.returncode
 
-    def kill(self, sig: signal.Signals = signal.SIGKILL) -> None:
+    def kill(self, sig: int = signal.SIGKILL) -> None:
         """Send it `sig`; nothing if it is dead."""
         if self.returncode is None:
             signal.pidfd_send_signal(self.pidfd, sig)

@@ -40,6 +40,8 @@ OUTPUT_DEADLINE_S = 1.0
 # From SIGKILL to the end of a process that the kernel can end.
 KILL_DEADLINE_S = 5.0
 PINGS_PER_DEADLINE = 4
+# What writing its stacks may take a process that is killed then.
+STACKS_S = 0.1
 
 
 @dataclass
@@ -231,9 +233,15 @@ class RankProcesses:
         self._oom_kills += 1
         return ", out of memory (OOM): the kernel has ended a process of this cgroup for that"
 
-    def kill(self, birth: int) -> None:
-        """End a process with SIGKILL."""
-        if (one := self._running.get(birth)) is not None:
+    def kill(self, birth: int, *, hung: bool = False) -> None:
+        """End a process with SIGKILL; one that is `hung` has a moment to write its stacks to its log."""
+        one = self._running.get(birth)
+        if one is None:
+            return
+        if hung:
+            one.process.kill(m.STACKS_SIGNAL)
+            asyncio.get_running_loop().call_later(STACKS_S, self.kill, birth)
+        else:
             one.process.kill()
 
     def forward(self, number: signal.Signals) -> None:

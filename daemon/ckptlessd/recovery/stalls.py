@@ -76,6 +76,9 @@ class Stalls:
         late = [*self._late(assignment, slots, limits)] if to_join else []
         if not late and stalled and any(slot.phase == "restored" for _, _, slot in slots):
             text = f"no step in {limits.stall_s:.0f} s"
+            if alone := [*self._waited_for(slots, text)]:
+                return alone
+            text += _together({slot.waits for _, _, slot in slots if slot.phase == "restored"})
             if (early := event_lines.returned_early(assignment, job.nodes)) is not None:
                 text += f": {early.text}"
             return [Finding("stall", assignment.places[0].node, None, None, text, source="leader")]
@@ -98,6 +101,17 @@ class Stalls:
             if slot.phase not in want and (slot.hooked or not first):
                 yield Finding("hung", place.node, place.slot, rank, text, source="leader")
 
+    @staticmethod
+    def _waited_for(slots: list[tuple[int, m.Place, m.SlotState]], text: str) -> Iterator[Finding]:
+        """Yield those that wait for nobody while others wait, who hold the job up; nobody where all wait."""
+        training = [(rank, place, slot) for rank, place, slot in slots if slot.phase == "restored"]
+        waiting = sum(slot.waits is True for _, _, slot in training)
+        for rank, place, slot in training:
+            if waiting and slot.waits is False:
+                others = f"{waiting} other rank{'s wait' if waiting > 1 else ' waits'}"
+                said = f"{text}: {others} in a collective that it has not come to"
+                yield Finding("hung", place.node, place.slot, rank, said, source="leader")
+
     def returned_early(self, progress: GenerationProgress, now: float) -> event_lines.Line | None:
         """Ranks that are done long before others, which wait for them in the next collective; told once."""
         assignment = progress.assignment
@@ -114,3 +128,10 @@ class Stalls:
             return None
         self._told_early = line.text
         return line
+
+
+def _together(waits: set[bool | None]) -> str:
+    """Return what all ranks do, where it is the same."""
+    if waits == {True}:
+        return ": all ranks wait in collectives, perhaps for different ones"
+    return ": no rank waits for another one" if waits == {False} else ""

@@ -230,7 +230,7 @@ def test_a_hello_while_frozen_waits_for_the_next_generation(node: Node) -> None:
 def test_only_processes_of_this_node_are_killed_and_are_hung(node: Node) -> None:
     births = node.train(assignment(1, place(0), place(1)))
     said = node.obey(m.Stop(generation=1, reason="late", kill=(place(0, 0), place(1))))
-    assert [one for one in said if isinstance(one, a.KillProcess)] == [a.KillProcess(births[1])]
+    assert [one for one in said if isinstance(one, a.KillProcess)] == [a.KillProcess(births[1], hung=True)]
     node.core.exited(births[1], -9, "was killed", 1.0)
     assert node.causes() == [None, "hung"]
 
@@ -407,7 +407,7 @@ def test_who_is_silent_is_killed_once_but_not_for_time_that_the_agent_was_starve
     assert not node.out()
     node.core.check_answers(0.0, PONG_S + 2.1)
     node.core.check_answers(0.0, PONG_S + 2.2)
-    assert node.out() == [a.KillProcess(births[0])]
+    assert node.out() == [a.KillProcess(births[0], hung=True)]
     node.core.exited(births[0], -9, "was killed", 8.0)
     assert node.causes() == ["hung", None]
 
@@ -469,3 +469,22 @@ def test_where_a_rank_has_moved_away_from_a_process_that_ended_a_spare_waits(nod
     starts = node.births(node.assign(structs.replace(moved, bad=(place(0),)) if bad else moved))
     assert len(starts) == (0 if bad else 1)
     assert node.phases()[0] == ("exited" if bad else "starting")
+
+
+def test_whether_a_process_waits_is_told_only_where_it_has_not_got_on_since_its_last_answer(
+    node: Node,
+) -> None:
+    node.train(assignment(1, place(0), place(1)))
+    slot = node.core.slots[0]
+    assert not slot.answers(waits=True)  # nobody knows yet whether it gets on
+    assert slot.answers(waits=True)
+    assert not slot.answers(waits=True)
+    assert slot.told(0.0).waits is True
+    assert slot.answers(waits=False)
+    assert slot.told(0.0).waits is False
+    slot.step = 7
+    assert slot.answers(waits=True)
+    assert slot.told(0.0).waits is None
+    assert slot.answers(waits=True)
+    slot.enter("waiting", 1, 0.0)
+    assert slot.told(0.0).waits is None

@@ -170,6 +170,41 @@ def test_a_rank_that_has_ended_while_others_train_does_not_hang() -> None:
     assert "hung" not in job.node.told.events
 
 
+def _stops(out: object) -> bool:
+    return isinstance(out, e.ToAgent) and isinstance(out.order, m.Stop)
+
+
+@pytest.mark.parametrize(
+    ("waits", "named", "says"),
+    [
+        (
+            (True, False, True),
+            [1],
+            "no step in 600 s: 2 other ranks wait in a collective that it has not come to",
+        ),
+        ((False, True, False), [0, 2], "no step in 600 s: 1 other rank waits in a collective that it"),
+        (
+            (True, True, True),
+            [],
+            "no step in 600 s: all ranks wait in collectives, perhaps for different ones",
+        ),
+        ((False, False, False), [], "no step in 600 s: no rank waits for another one"),
+        ((True, None, True), [], "no step in 600 s"),
+        ((False, None, None), [], "no step in 600 s"),
+    ],
+)
+def test_who_holds_the_job_up_is_named(waits: tuple[bool | None, ...], named: list[int], says: str) -> None:
+    job = Job()
+    for node, one in enumerate(waits):
+        job.say(node, "restored", waits=one)
+    job.node.wait(STALL_S + 10.0, 5.0)
+    told = events(job.node.told, "hung")
+    assert [row.about.rank for row in told if row.about] == named
+    assert all(says in row.text for row in told)
+    reason = next(out.order.reason for out in job.node.told.outputs if _stops(out))  # type: ignore[union-attr]
+    assert reason.endswith(says) if not named else says in reason
+
+
 def test_a_job_of_one_rank_stalls_as_others_do() -> None:
     found = Node(0, 2).wait(STALL_S + 10.0, 5.0)
     assert m.Stop in kinds(found)
