@@ -146,8 +146,8 @@ ORDERS: tuple[Named, ...] = (
         ),
         (
             "a lost node is waited for",
-            "frozen or view.lost is not None else",
-            "frozen else",
+            "moves = part and not frozen and view.lost is None",
+            "moves = part and not frozen",
             "test_a_lost_node_is_not_waited_for_and_disputes_nothing",
         ),
         (
