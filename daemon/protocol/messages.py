@@ -5,7 +5,6 @@ not changes of state: an agent sends its whole `AgentState` whenever it changes,
 late or doubled does no harm, and a daemon that has just started knows all after one message.
 """
 
-import signal
 from typing import Annotated, Literal, TypeAlias
 
 from msgspec import Meta, Struct
@@ -224,8 +223,11 @@ class Pong(Message, frozen=True, kw_only=True):
     waits: bool = False
 
 
-STACKS_SIGNAL = signal.SIGRTMAX - 3
-"""Has a process with hooks write the stacks of all its threads to its log, whatever holds its interpreter."""
+STACKS_SIGNAL = 61
+"""Has a process with hooks write the stacks of all its threads to its log, whatever holds its interpreter.
+
+SIGRTMAX - 3, as Linux has it.
+"""
 
 
 Order: TypeAlias = Stop | Assign | Go | Running | Release | End
