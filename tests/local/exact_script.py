@@ -2,7 +2,8 @@
 
 Each rank notes, of each step, the number of ranks, the loss as hex, a digest of parameters and moments, and
 what the policy has for the number of nodes.
-Between steps it sleeps EXACT_SLEEP_S seconds, until there is a file OUT/fast.
+Between steps it sleeps EXACT_SLEEP_S seconds, until there is a file OUT/fast. A file OUT/last has another
+last step; it must be there some steps before.
 """
 
 import hashlib
@@ -58,6 +59,11 @@ def digest(state: Any) -> str:
     return found.hexdigest()
 
 
+def last_step() -> int:
+    found = OUT / "last"
+    return int(found.read_text()) if found.exists() else STEPS
+
+
 def train(run: Any) -> None:
     state = run.keep(build)
     log = (OUT / f"seen-{run.rank}.txt").open("a", buffering=1)
@@ -68,8 +74,8 @@ def train(run: Any) -> None:
         loss: torch.Tensor = (state.model(x + random.random() / 10) - x).pow(2).mean()
         return loss
 
-    for parts in run.batches(state.loader, epochs=1000):
-        if run.step >= STEPS:
+    for parts in run.batches(state.loader, epochs=10_000):
+        if run.step >= last_step():
             break
         loss = run.exact.step(parts, forward)
         nn.utils.clip_grad_norm_(state.model.parameters(), 0.5)

@@ -2,13 +2,16 @@
 
 from __future__ import annotations
 
+import contextlib
 import functools
 import json
 import os
+import random
 import signal
 import subprocess
 import sys
 import tempfile
+import time
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -50,14 +53,14 @@ def _lines(folder: Path) -> list[Any]:
 
 
 @functools.cache
-def alone(device: str = "cpu") -> dict[int, set[str]]:
+def alone(device: str = "cpu", steps: int = STEPS) -> dict[int, set[str]]:
     """The run of one process, without a launcher; made once."""
     with tempfile.TemporaryDirectory(prefix="ckptless-exact-") as scratch:
         out = Path(scratch) / "out"
-        words = [sys.executable, str(SCRIPT), str(STEPS), str(out)]
+        words = [sys.executable, str(SCRIPT), str(steps), str(out)]
         subprocess.run(words, env={**os.environ, **on(device)}, cwd=scratch, check=True, timeout=DEADLINE_S)
         found = seen(out)
-    assert sorted(found) == list(range(1, STEPS + 1))
+    assert sorted(found) == list(range(1, steps + 1))
     assert all(len(lines) == 1 for lines in found.values())
     return found
 
@@ -134,3 +137,50 @@ def test_a_node_is_lost(tmp_path: Path, device: str) -> None:
 
     run(tmp_path, 4, during, "--min-nodes", 1, "--step", 1, device=device)
     assert {3, 4} <= worlds(tmp_path / "out")
+
+
+CHANGES, NODES = 100, 4
+SEED = int(os.environ.get("CKPTLESS_ELASTIC_SEED", "1"))
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(1800)
+def test_a_hundred_changes(tmp_path: Path) -> None:
+    """Sizes and deaths of ranks, drawn by a seed: every step is that of one process alone, bit for bit."""
+    out, draw, size = tmp_path / "out", random.Random(SEED), NODES
+    print(f"seed {SEED}")
+    options = ["--job", "exact", "--nodes", NODES, "--min-nodes", 1, "--max-stall", 60, "--tee", "none"]
+    out.mkdir()
+    with Job(tmp_path, [*options], [SCRIPT, 10**9, out], {**on("cpu"), "EXACT_SLEEP_S": "0.02"}) as job:
+        reached(job, NODES)
+        for _ in range(CHANGES):
+            before = max(seen(out))
+            victim = process_of(job, draw.randrange(size))
+            if draw.random() < 0.7:
+                size = draw.choice([one for one in range(1, NODES + 1) if one != size])
+                resize(job, size)
+            if draw.random() < 0.5 and victim is not None:
+                time.sleep(draw.uniform(0.0, 0.6))
+                with contextlib.suppress(ProcessLookupError):
+                    os.kill(victim, signal.SIGKILL)
+            wait_until(lambda b=before, s=size: goes_on(out, b, s), DEADLINE_S, job)  # type: ignore[misc]
+        last = max(seen(out)) + 300
+        (out / "new").write_text(str(last))
+        (out / "new").rename(out / "last")
+        (out / "fast").touch()
+        job.ended(0, DEADLINE_S)
+        found, wanted = seen(out), alone(steps=last)
+        wrong = {step: lines for step, lines in found.items() if lines != wanted[step]}
+        assert not wrong, f"{sorted(wrong.items())[:3]}\n{job.story()}"
+        assert found.keys() == wanted.keys()
+        assert len(job.ledger().generations) > CHANGES * 0.7
+
+
+def process_of(job: Job, rank: int) -> int | None:
+    found = {slot.rank: slot.pid for slot in job.ledger().slots}
+    return found.get(rank)
+
+
+def goes_on(out: Path, before: int, size: int) -> bool:
+    """Whether so many ranks have made a step well beyond this one."""
+    return any(line[0] > before + 3 and line[1] == size for line in _lines(out))
