@@ -105,6 +105,10 @@ def fill(folder: Path) -> None:
             return
 
 
+def is_idle(ledger: LedgerWriter) -> bool:
+    return not (ledger._rows or ledger._saving) and (ledger._task is None or ledger._task.done())
+
+
 # ------------------------------------------------------------------------------------------- full
 
 
@@ -117,6 +121,8 @@ def test_a_full_disk_gives_no_vote_is_said_once_and_votes_when_it_is_over(
     async def work(disk: Path) -> None:
         async with Site(folder).running() as site:
             agent = await site.trains(JOB)
+            # Not in the middle of a write: in what that has taken of the disk there is room for a vote.
+            await until("all is written", lambda: is_idle(site.service.ledger))
             fill(disk)
             (runtime,) = site.service.jobs
             control = runtime.session.control
