@@ -48,7 +48,8 @@ class LoaderPosition(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     `loader`: its state_dict then. `begun`: the random state that the epoch began with. `own`: in both cases,
     that of the generators that the loader itself has; `drawn`: that which they have now, where `loader` is
     set. `seen`: a digest of the begin of that batch, where `begun` is set; `before`: the random state that it
-    was fetched with, where to fetch it has moved a generator.
+    was fetched with, where to fetch it has moved a generator. `recut`: it is that of another number of ranks,
+    and says so in every commit until a loader has gone on from it.
     """
 
     epoch: int = 0
@@ -59,6 +60,7 @@ class LoaderPosition(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     drawn: list[Any] | None = None
     seen: int = 0
     before: Any = None
+    recut: bool = False
 
 
 @dataclass(frozen=True)
@@ -141,8 +143,6 @@ class Cursor:
         # known yet).
         self._talks = False
         self._tells: bool | None = None
-        # Whether the position is one of another number of ranks.
-        self._recut = False
         # What the next batch draws, of an iterator that was begun again in the middle of its epoch.
         self._again = DRAWS
         # Of the newest epochs: what the loader's own generators were like as each began.
@@ -183,11 +183,12 @@ class Cursor:
 
         `recut`: it is one of another number of ranks, and holds only for a loader that cuts its batches anew.
         """
-        self._recut = recut
         try:
             self.position = msgspec.convert(saved, LoaderPosition)
         except msgspec.ValidationError as error:
             raise ProtocolError(f"the record's data position: {error}") from error
+        if recut:
+            self.position = msgspec.structs.replace(self.position, recut=True)
         self._last = _order(self.position)
         if self.position.own is not None:
             self._own = {**self._own, self.position.epoch: self.position.own}
@@ -313,7 +314,8 @@ class Cursor:
                 "ahead, and after a fault would draw others: give its sampler a generator of its own "
                 "(generator=torch.Generator()), or take num_workers=0"
             )
-        return msgspec.structs.replace(here, index=here.index + 1, seen=_digest(batch), before=before)
+        index, seen = here.index + 1, _digest(batch)
+        return msgspec.structs.replace(here, index=index, seen=seen, before=before, recut=False)
 
     def _look_at_fetch(self) -> None:
         self._fetches += 1
@@ -347,7 +349,7 @@ class Cursor:
 
     def _begin(self, loader: Iterable[Any]) -> None:
         """Start an epoch's iterator and bring it to the position. Raises UsageError."""
-        if self._recut and self.position.index and not getattr(loader, "cuts_anew", False):
+        if self.position.recut and self.position.index and not getattr(loader, "cuts_anew", False):
             raise UsageError(
                 f"a {type(loader).__name__} stands in the middle of an epoch of another number of ranks, "
                 "whose batches it cannot cut anew: take ckptless.data.MappedLoader, whose order is the same "

@@ -632,3 +632,23 @@ def test_a_loader_that_draws_as_it_begins_and_with_its_batches_is_told_apart_or_
     next(again)
     with pytest.raises(UsageError, match="both as it begins and with its batches"):
         next(again)
+
+
+def test_what_another_number_of_ranks_has_begun_stays_refused_after_a_commit() -> None:
+    """The restored step is committed by these ranks before anybody asks for a batch: it is theirs then."""
+    loader = torch.utils.data.DataLoader(torch.arange(8), batch_size=2)
+    first = Cursor()
+    taken = first.batches(loader, 1)
+    next(taken)
+    saved = first.committed()
+    recut = Cursor()
+    recut.restore(saved, recut=True)
+    again = Cursor()
+    again.restore(recut.committed())
+    for cursor in (recut, again):
+        with pytest.raises(UsageError, match="in the middle of an epoch of another number of ranks"):
+            next(cursor.batches(loader, 1))
+    # At the begin of an epoch there is nothing to cut.
+    begun = Cursor()
+    begun.restore(Cursor().committed(), recut=True)
+    assert len(list(begun.batches(loader, 1))) == 4
