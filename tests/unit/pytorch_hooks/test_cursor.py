@@ -636,7 +636,7 @@ def test_a_loader_that_draws_as_it_begins_and_with_its_batches_is_told_apart_or_
 
 def test_what_another_number_of_ranks_has_begun_stays_refused_after_a_commit() -> None:
     """The restored step is committed by these ranks before anybody asks for a batch: it is theirs then."""
-    loader = torch.utils.data.DataLoader(torch.arange(8), batch_size=2)
+    loader: DataLoader[Any] = DataLoader(TensorDataset(torch.arange(8)), batch_size=2)
     first = Cursor()
     taken = first.batches(loader, 1)
     next(taken)
