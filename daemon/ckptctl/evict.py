@@ -11,13 +11,15 @@ from ckptless.daemon.protocol.errors import UsageError
 from ckptless.daemon.protocol.eviction import MAX_NAME, MAX_REASON, Evict, Evicted, EvictionSource
 from ckptless.daemon.protocol.messages import PROTOCOL
 
+_REASON = click.option(
+    "--reason", default="", metavar="TEXT", help="Why, for the job's story; 200 characters at most."
+)
+
 
 @click.command()
 @for_job
 @click.argument("node")
-@click.option(
-    "--reason", default="", metavar="TEXT", help="Why, for the job's story; 200 characters at most."
-)
+@_REASON
 @click.option(
     "--source",
     type=click.Choice(("operator", "health")),
@@ -52,9 +54,7 @@ def evict(asked: Asked, node: str, yes: bool, **word: Any) -> None:
 @click.command()
 @for_job
 @click.argument("node")
-@click.option(
-    "--reason", default="", metavar="TEXT", help="Why, for the job's story; 200 characters at most."
-)
+@_REASON
 def release(asked: Asked, node: str, reason: str) -> None:
     """Give NODE of JOB back to Slurm; the job goes on with a spare in its place, or with fewer nodes.
 

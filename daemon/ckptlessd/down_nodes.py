@@ -31,12 +31,12 @@ def newly_leaving(
     """
     up = {node.name: node for node in nodes if not node.down}
     here = [(number, up[name]) for number, name in enumerate(names) if name in up and number not in lost]
-    among_them = all(node.maintained for _, node in here)
+    in_its_own = all(node.maintained for _, node in here)
     found: list[tuple[int, str]] = []
     for number, node in here:
         if node.draining and not node.reason.startswith(mark):
             found.append((number, f"Slurm drains it: {node.reason}"))
-        elif node.maintained and not among_them:
+        elif node.maintained and not in_its_own:
             found.append((number, "a reservation for its maintenance has begun"))
     return found
 

@@ -111,10 +111,9 @@ def slurm_run(script: str, script_args: tuple[str, ...], given: Given, env: Env)
         )
     settings, in_step = load_settings(), found.step is not None
     elastic = _elastic(options, shape.nodes, shape.spares, restarts(env), recovery=recovery)
-    if elastic:
-        partition, qos = env.get("SLURM_JOB_PARTITION", ""), env.get("SLURM_JOB_QOS", "")
-        check_allowed(settings.elastic, partition, qos)
     drawing = _drawing(options, recovery=recovery)
+    if elastic:
+        check_allowed(settings.elastic, env.get("SLURM_JOB_PARTITION", ""), env.get("SLURM_JOB_QOS", ""))
     if drawing:
         check_may_draw(settings.elastic, in_step=in_step, in_array=ARRAY_TASK in env)
     spec = JobSpec(

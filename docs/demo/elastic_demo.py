@@ -121,7 +121,7 @@ class Elastic(SlurmJob):
 
 @dataclass
 class Story:
-    """What happened: `freed` is when nodes came free, in Unix time, `wrong` what is wrong already."""
+    """The two jobs, when nodes came free (`freed`, Unix time), and mistakes found so far (`wrong`)."""
 
     job: Elastic
     guest: Guest

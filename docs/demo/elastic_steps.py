@@ -9,7 +9,7 @@ from pathlib import Path
 
 @dataclass(frozen=True)
 class Line:
-    """What a rank wrote of one step: the batch's loss, `at` in Unix time, and who it is."""
+    """A rank's line about one step: the batch's loss, `at` in Unix time, and who it is."""
 
     step: int
     loss: float

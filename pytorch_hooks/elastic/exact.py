@@ -82,7 +82,7 @@ def check_saved(saved: tuple[int, int] | None, now: Exact | None) -> None:
 
 
 class ExactSteps:
-    """What `run.exact` is: the steps of one process, in one generation. Main thread only.
+    """The steps of one process in one generation, which `run.exact` makes. Main thread only.
 
     `step()`: the newest step that is done. Raises UsageError for a model that cannot be trained this way.
     """

@@ -84,7 +84,7 @@ class Scope:
 
     @property
     def waits(self) -> bool:
-        """The same as whether there are any; asked without the lock, whoever holds that."""
+        """Whether the backend works on any operation; without the lock, which a stuck thread may have."""
         return bool(self._unsettled)
 
     @property

@@ -26,7 +26,8 @@ static struct spank_option options[] = {
 	{ "ckptless", "[SPEC]",
 	  "training that outlives its processes and nodes; SPEC is auto, off or a list of spares=N, "
 	  "min-nodes=N, max-nodes=N, step=N, sizes=N:N, scale-up-after=N[s|m], scale-timeout=N[s|m], "
-	  "graceful=N[s|m], draw-in=N, draw-in-patience=N[s|m], replicas=N, max-stall=N[s|m], bandwidth=RATE, interface=NAME",
+	  "graceful=N[s|m], draw-in=N, draw-in-patience=N[s|m], replicas=N, max-stall=N[s|m], "
+	  "bandwidth=RATE, interface=NAME",
 	  2, 0, on_option },
 	SPANK_OPTIONS_TABLE_END
 };

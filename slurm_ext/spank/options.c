@@ -218,8 +218,8 @@ static bool setting_parse(const char *item, size_t size, struct ckptless_spec *s
 		snprintf(why, why_size,
 			 "\"%s\" is not known; say auto, off, or a list of "
 			 "spares=N, min-nodes=N, max-nodes=N, step=N, sizes=N:N, scale-up-after=N[s|m], "
-			 "scale-timeout=N[s|m], graceful=N[s|m], draw-in=N, draw-in-patience=N[s|m], replicas=N, max-stall=N[s|m], bandwidth=RATE, "
-			 "interface=NAME",
+			 "scale-timeout=N[s|m], graceful=N[s|m], draw-in=N, draw-in-patience=N[s|m], replicas=N, "
+			 "max-stall=N[s|m], bandwidth=RATE, interface=NAME",
 			 shown(item, size, word));
 	else if (want)
 		snprintf(why, why_size, "\"%s\" is not valid; %.*s wants %s", shown(item, size, word), (int)key, item,

@@ -34,8 +34,8 @@ struct ckptless_spec {
 
 /*
  * Takes SPEC apart: "auto", "off" or a list of spares=N, min-nodes=N, max-nodes=N, step=N, sizes=N:N,
- * scale-up-after=S[s|m], scale-timeout=S[s|m], graceful=S[s|m], draw-in=N, draw-in-patience=S[s|m], replicas=R, max-stall=S[s|m], bandwidth=RATE,
- * interface=NAME.
+ * scale-up-after=S[s|m], scale-timeout=S[s|m], graceful=S[s|m], draw-in=N, draw-in-patience=S[s|m],
+ * replicas=R, max-stall=S[s|m], bandwidth=RATE, interface=NAME.
  * NULL, "" and "(null)" (what Slurm 22.05 makes of an absent value) mean auto.
  * False: not valid; `why` then holds one sentence, without the option's name.
  */

@@ -90,7 +90,7 @@ def build(run: Any) -> ckptless.State:
 
 
 def digest(state: Any, run: Any) -> str:
-    """Of parameters and moments, whole: the same for the same bits, however they are cut.
+    """Return a digest of parameters and moments, whole: the same for the same bits, however they are cut.
 
     Each rank sums up the words of its part, times what their places in the whole give; sums go around at
     2^64, where an odd factor loses no bit.

@@ -51,7 +51,7 @@ class Seen:
 
 @dataclass(frozen=True)
 class Cut:
-    """What one rank has after its state was cut anew, before anything is committed."""
+    """One rank's state after it was cut anew, before anything is committed."""
 
     rank: int
     generation: int

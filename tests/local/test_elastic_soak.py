@@ -126,7 +126,7 @@ def rank_0(folder: Path, world_of: dict[int, int]) -> dict[int, list[Numbers]]:
 
 
 def by_world(worlds: list[int], watch: Watch, name: str, rows: Sequence[object]) -> dict[int, list[Numbers]]:
-    """What a process has after each recovery, by the number of ranks that there were then."""
+    """Return a process' numbers after each recovery, by the number of ranks that there were then."""
     found: dict[int, list[Numbers]] = {}
     for world, numbers in zip(worlds, watch.between(name, rows), strict=True):
         if numbers is not None:

@@ -33,7 +33,7 @@ THREADS = {"OMP_NUM_THREADS": "1"}
 
 
 def seen(folder: Path) -> dict[int, set[str]]:
-    """Of each step what any rank had on it: loss, what was drawn outside, digest of the state."""
+    """Return what any rank noted of each step: loss, what was drawn outside, digest of the state."""
     found: dict[int, set[str]] = {}
     for step, _world, loss, jitter, _numbers, digest, _told in _lines(folder):
         found.setdefault(step, set()).add(f"{loss} {jitter} {digest}")

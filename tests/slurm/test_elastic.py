@@ -64,7 +64,7 @@ class Elastic(Training):
         (self.home / "out" / "end").touch()
 
     def seen(self) -> dict[int, list[Any]]:
-        """Of each step what each rank noted: samples, loss, digest of the state after it, generation."""
+        """Return each rank's note of each step: samples, loss, digest of the state after it, generation."""
         found: dict[int, list[Any]] = {}
         for path in sorted((self.home / "out").glob("seen-*.txt")):
             for line in path.read_text().splitlines():

@@ -260,9 +260,8 @@ class RequeueClient:
             # Nothing has become of what an earlier start had left: the next one may have it as it is.
             return [self._kept.file, *(region.fd for region in self._kept.regions)], []
         # As long as there is something of another number of ranks, of that alone everything is there.
-        store, ranks, digests = self._store, self._ranks, self._holdings().digests
-        if store.former is not None:
-            store, ranks, digests = store.former, self._former_ranks, ()
+        former = self._store.former
+        store, ranks = (self._store, self._ranks) if former is None else (former, self._former_ranks)
         regions, tensors, records = store.contents()
         if self._generation is None or not (tensors or records):
             return [], []
@@ -283,7 +282,7 @@ class RequeueClient:
                 k.KeptRecord(rank=rank, shard=h.shard, step=step, record=h.record, digest=h.digest)
                 for rank, step, h in records
             ),
-            digests=digests,
+            digests=self._holdings().digests if former is None else (),
         )
         file = _write_catalog(catalog)
         return [file, *(region.fd for region in regions)], [file]

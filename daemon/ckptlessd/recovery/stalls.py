@@ -74,11 +74,12 @@ class Stalls:
         if assignment.restore_step is None and not any(slot.hooked for _, _, slot in slots):
             return []
         late = [*self._late(assignment, slots, limits)] if to_join else []
-        if not late and stalled and any(slot.phase == "restored" for _, _, slot in slots):
+        training = [one for one in slots if one[2].phase == "restored"]
+        if not late and stalled and training:
             text = f"no step in {limits.stall_s:.0f} s"
-            if alone := [*self._waited_for(slots, text)]:
+            if alone := [*self._waited_for(training, text)]:
                 return alone
-            text += _together({slot.waits for _, _, slot in slots if slot.phase == "restored"})
+            text += _together({slot.waits for _, _, slot in training})
             if (early := event_lines.returned_early(assignment, job.nodes)) is not None:
                 text += f": {early.text}"
             return [Finding("stall", assignment.places[0].node, None, None, text, source="leader")]
@@ -102,9 +103,8 @@ class Stalls:
                 yield Finding("hung", place.node, place.slot, rank, text, source="leader")
 
     @staticmethod
-    def _waited_for(slots: list[tuple[int, m.Place, m.SlotState]], text: str) -> Iterator[Finding]:
+    def _waited_for(training: list[tuple[int, m.Place, m.SlotState]], text: str) -> Iterator[Finding]:
         """Yield those that wait for nobody while others wait, who hold the job up; nobody where all wait."""
-        training = [(rank, place, slot) for rank, place, slot in slots if slot.phase == "restored"]
         waiting = sum(slot.waits is True for _, _, slot in training)
         for rank, place, slot in training:
             if waiting and slot.waits is False:

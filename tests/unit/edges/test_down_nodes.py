@@ -32,7 +32,7 @@ def test_a_node_that_somebody_else_drains(drained: Node, found: list[tuple[int, 
 
 
 def test_a_reservation_for_maintenance_that_begins() -> None:
-    """Of some of its nodes. A job of which all nodes are in one has been started in it."""
+    """Some of its nodes are left; a job of which all nodes are in one has been started in it."""
     maintained = [node("node02", "MIXED", "MAINTENANCE"), node("node03", "ALLOCATED", "MAINTENANCE")]
     text = "a reservation for its maintenance has begun"
     assert newly_leaving(NAMES, (), [node("node01"), *maintained], OURS) == [(1, text), (2, text)]

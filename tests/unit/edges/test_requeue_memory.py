@@ -221,7 +221,7 @@ def test_what_was_not_used_goes_back_as_it_is(tmp_path: Path) -> None:
 
 
 def test_another_number_of_ranks_comes_for_it(tmp_path: Path) -> None:
-    """Of an elastic job. It is put aside for them, and kept again as it was until they have their own."""
+    """An elastic job's memory is put aside for them, and kept again until they have their own."""
 
     async def work(site: Site) -> None:
         await Start(site, RUN, 0, sizes=(1, 2)).holds(5).ends()

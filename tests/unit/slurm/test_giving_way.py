@@ -58,7 +58,7 @@ def test_no_way_is_given_to_a_request_for_idle_nodes() -> None:
 
 
 def test_no_idle_node_is_taken_that_a_job_before_it_waits_for() -> None:
-    """Of the same priority, too; behind it, elsewhere, or for something else: that does not count."""
+    """One of the same priority counts, too; one behind, elsewhere, or that waits for something else not."""
     equal, first = queued(2, priority=10), queued(3)
     assert could_use_idle(OURS, [OURS, equal]) == equal
     assert could_use_idle(OURS, [equal, first]) == first
