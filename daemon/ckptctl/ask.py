@@ -11,19 +11,19 @@ from ckptless.daemon.ckptctl import render
 from ckptless.daemon.ckptctl.options import Asked
 from ckptless.daemon.protocol.codec import CONTROL_LIMIT, Decoder, encode
 from ckptless.daemon.protocol.errors import CkptlessError, PeerError, ProtocolError, UsageError
-from ckptless.daemon.protocol.eviction import Evict, Evicted
+from ckptless.daemon.protocol.health import HealthReport, WhatIsWell
 from ckptless.daemon.protocol.keeping import KeptList, WhatIsKept
 from ckptless.daemon.protocol.messages import Denied
 from ckptless.daemon.protocol.peercred import daemon_credentials, unix_address
 from ckptless.daemon.protocol.reading import Page, Read
-from ckptless.daemon.protocol.resizing import Resized, ResizeJob
+from ckptless.daemon.protocol.requests import Evict, Evicted, Resized, ResizeJob
 from ckptless.daemon.protocol.saving import Save, Saved
 from ckptless.daemon.settings.config import LocalConfig, load
 from ckptless.daemon.settings.site import load_settings
 
 DEADLINE_S = 10.0
 A = TypeVar("A", Evicted, Resized, Saved)
-B = TypeVar("B", Evicted, Resized, Saved, KeptList, Page)
+B = TypeVar("B", Evicted, Resized, Saved, KeptList, HealthReport, Page)
 _READ_NBYTES = 1 << 16
 # Another daemon of this machine may know better.
 _NOT_HERE = ("unknown", "elsewhere")
@@ -76,7 +76,7 @@ def ask_any(
 
 def ask(
     name: str,
-    question: Evict | ResizeJob | Save | Read | WhatIsKept,
+    question: Evict | ResizeJob | Save | Read | WhatIsKept | WhatIsWell,
     kind: type[B],
     deadline_s: float = DEADLINE_S,
 ) -> B:

@@ -8,8 +8,8 @@ import click
 from ckptless.daemon.ckptctl.ask import ask_any, sockets, tell
 from ckptless.daemon.ckptctl.options import Asked, for_job
 from ckptless.daemon.protocol.errors import UsageError
-from ckptless.daemon.protocol.eviction import MAX_NAME, MAX_REASON, Evict, Evicted, EvictionSource
 from ckptless.daemon.protocol.messages import PROTOCOL
+from ckptless.daemon.protocol.requests import MAX_NAME, MAX_REASON, Evict, Evicted, EvictionSource
 
 _REASON = click.option(
     "--reason", default="", metavar="TEXT", help="Why, for the job's story; 200 characters at most."

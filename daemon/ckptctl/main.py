@@ -10,13 +10,13 @@ from ckptless.daemon.ckptctl.data import data
 from ckptless.daemon.ckptctl.events import events
 from ckptless.daemon.ckptctl.evict import evict, release
 from ckptless.daemon.ckptctl.jobs import jobs
-from ckptless.daemon.ckptctl.kept import kept
 from ckptless.daemon.ckptctl.options import Asked, common
 from ckptless.daemon.ckptctl.plan import plan
 from ckptless.daemon.ckptctl.replicas import replicas
 from ckptless.daemon.ckptctl.resize import resize
 from ckptless.daemon.ckptctl.save import save
 from ckptless.daemon.ckptctl.status import status
+from ckptless.daemon.ckptctl.this_node import health, kept
 from ckptless.daemon.ckptctl.timeline import timeline
 from ckptless.daemon.protocol.errors import CkptlessError
 
@@ -55,6 +55,7 @@ COMMANDS: dict[click.Command, dict[str, str]] = {
     release: {"release 4711 node02": "give a node of it back to Slurm"},
     resize: {"resize 4711 --nodes 4": "train on fewer of its nodes, or on more"},
     save: {"save 4711": "save its state to its directory now"},
+    health: {"health": "how this node is, and what says so"},
     kept: {"kept": "memory that is kept here for jobs that start again"},
     plan: {"plan --gpus 64 --params 70e9": "memory and traffic of a job"},
     config: {},

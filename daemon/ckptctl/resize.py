@@ -9,7 +9,7 @@ from ckptless.daemon.ckptctl.options import Asked, for_job
 from ckptless.daemon.protocol.errors import UsageError
 from ckptless.daemon.protocol.limits import MOST_NODES
 from ckptless.daemon.protocol.messages import PROTOCOL
-from ckptless.daemon.protocol.resizing import Resized, ResizeJob
+from ckptless.daemon.protocol.requests import Resized, ResizeJob
 
 # As many as there are.
 MOST = "max"

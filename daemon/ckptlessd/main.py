@@ -15,6 +15,8 @@ import click
 from ckptless import __version__
 from ckptless.daemon.ckptlessd.clock import Clock
 from ckptless.daemon.ckptlessd.cluster import LocalCluster
+from ckptless.daemon.ckptlessd.health.probes import probes
+from ckptless.daemon.ckptlessd.health.watch import Health
 from ckptless.daemon.ckptlessd.service import Service, serve_forever
 from ckptless.daemon.ckptlessd.slurm_cluster import SlurmCluster
 from ckptless.daemon.ckptlessd.systemd import Notifier, Watchdog, Watched, inherited, period_s
@@ -82,11 +84,14 @@ async def _serve(settings: Settings, name: str) -> int:
     service = Service(
         daemon_config(settings, name), cluster, credentials, inherited(os.environ).get("agents")
     )
-    supervised = _Supervised(settings, name, notifier, service, cluster)
+    health = Health(name, settings.health, cluster.own_node, service.ledger, service.now)
+    health.jobs, service.health = lambda: service.jobs, health
+    supervised = _Supervised(settings, name, notifier, service, cluster, health)
     asyncio.get_running_loop().add_signal_handler(signal.SIGHUP, supervised.reload)
     service.on_tick, service.on_ready = supervised.ticked, supervised.ready
     watch = cluster.watch(lambda: service.jobs, settings.slurm.poll_s, service.requeue_memory, service.ledger)
-    tasks = [asyncio.create_task(watch)]
+    looking = health.run(probes(settings.health, settings.daemon.state_dir, cluster.is_idle))
+    tasks = [asyncio.create_task(watch), asyncio.create_task(looking)]
     watchdog = supervised.watchdog(period_s(os.environ))
     if watchdog is not None:
         tasks.append(asyncio.create_task(watchdog.run()))
@@ -109,6 +114,7 @@ class _Supervised:
     notifier: Notifier
     service: Service
     cluster: SlurmCluster
+    health: Health
     ticks: int = 0
 
     def ticked(self) -> None:
@@ -135,6 +141,7 @@ class _Supervised:
             self.cluster.on_node_lost = fresh.slurm.on_node_lost
             self.cluster.gives_way = fresh.elastic.give_way
             self.cluster.leaves_drained = fresh.elastic.leave_drained
+            self.health.set_settings(fresh.health)
             self.service.set_timers(fresh.timers)
             self.service.requeue_memory.limit(_keep(fresh))
             late = needs_restart(self.settings, fresh)

@@ -13,9 +13,8 @@ from ckptless.daemon.ckptlessd.recovery import eviction
 from ckptless.daemon.ckptlessd.recovery.drawing import GIVEN_BACK
 from ckptless.daemon.ckptlessd.recovery.events import NodeLost
 from ckptless.daemon.ckptlessd.recovery.job_state import JobState
-from ckptless.daemon.protocol.eviction import Evict, Evicted
 from ckptless.daemon.protocol.messages import PROTOCOL, Wish
-from ckptless.daemon.protocol.resizing import Resized, ResizeJob
+from ckptless.daemon.protocol.requests import Evict, Evicted, Resized, ResizeJob
 from ckptless.daemon.protocol.saving import Save, Saved
 
 # Of the sizes of a job, in a sentence.

@@ -14,6 +14,7 @@ from ckptless.daemon.ckptlessd.admission import Admission
 from ckptless.daemon.ckptlessd.clock import Clock
 from ckptless.daemon.ckptlessd.cluster import Cluster
 from ckptless.daemon.ckptlessd.consensus.quorum import first_decree
+from ckptless.daemon.ckptlessd.health.watch import Health
 from ckptless.daemon.ckptlessd.job_host import JobHost, Surroundings
 from ckptless.daemon.ckptlessd.peering import Roster
 from ckptless.daemon.ckptlessd.planning.event_lines import Line
@@ -37,13 +38,13 @@ from ckptless.daemon.protocol.errors import (
     ProtocolError,
     StateDirError,
 )
-from ckptless.daemon.protocol.eviction import Evict
+from ckptless.daemon.protocol.health import HealthReport, WhatIsWell
 from ckptless.daemon.protocol.keeping import Claim, Keep, WhatIsKept
 from ckptless.daemon.protocol.peers import messages as p
 from ckptless.daemon.protocol.peers.agreement import NO_BALLOT, Durable
 from ckptless.daemon.protocol.reading import Read
 from ckptless.daemon.protocol.records import printable
-from ckptless.daemon.protocol.resizing import ResizeJob
+from ckptless.daemon.protocol.requests import Evict, ResizeJob
 from ckptless.daemon.protocol.saving import Save, SaveDone
 from ckptless.daemon.settings.config import DaemonConfig, Timers
 from ckptless.daemon.transport.credentials import Credentials
@@ -62,9 +63,22 @@ SPEAK_S = 5.0
 RUNS_PER_JOB = 16
 # A hello counts as so many messages: a new run is built for it, and written to the disk.
 HELLO_COST = 20
-_Aside: TypeAlias = m.JobStarted | m.JobEnded | Evict | ResizeJob | Save | Read | WhatIsKept | Keep | Claim
+_Aside: TypeAlias = (
+    m.JobStarted | m.JobEnded | Evict | ResizeJob | Save | Read | WhatIsKept | WhatIsWell | Keep | Claim
+)
 _Heard: TypeAlias = m.FromAgent | m.Pong | SaveDone | _Aside
-_ASIDE = (m.JobStarted, m.JobEnded, Evict, ResizeJob, Save, Read, WhatIsKept, Keep, Claim)
+_ASIDE = (
+    m.JobStarted,
+    m.JobEnded,
+    Evict,
+    ResizeJob,
+    Save,
+    Read,
+    WhatIsKept,
+    WhatIsWell,
+    Keep,
+    Claim,
+)
 # So long an answer may wait for whoever does not read it.
 ANSWER_DEADLINE_S = 10.0
 
@@ -100,6 +114,8 @@ class Service:
         self._jobs: dict[str, JobHost] = {}
         self._admitting = asyncio.Lock()
         self._tasks: set[asyncio.Task[None]] = set()
+        # Of a local run's node nobody looks at the health.
+        self.health: Health | None = None
         self.on_tick: Callable[[], None] = lambda: None
         self.on_ready: Callable[[], None] = lambda: None
 
@@ -290,10 +306,19 @@ class Service:
             await self._move_memory(message, client)
         elif isinstance(message, WhatIsKept):
             client.write(self.requeue_memory.shown(client.uid))
+        elif isinstance(message, WhatIsWell):
+            client.write(self._health_of(message, client.uid))
         elif isinstance(message, Save):
             client.write(await save(self.jobs, message, client.uid))
         else:
             self._notice(message, client.uid)
+
+    def _health_of(self, message: WhatIsWell, uid: int) -> HealthReport:
+        """Return how this node is. Raises ProtocolError."""
+        check_protocol(message.protocol, "ckptctl")
+        if self.health is None:
+            return HealthReport(node=self._config.name, act=None)
+        return self.health.report(evidence=eviction.sees_all(uid, os.getuid()))
 
     async def _read_out(self, message: Read, client: Client) -> None:
         """Send what the ledger has of a job of the asker's. Raises CkptlessError."""

@@ -7,13 +7,13 @@ import socket
 import time
 from collections.abc import Callable, Coroutine, Iterable, Sequence
 from concurrent.futures import ThreadPoolExecutor
+from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, Literal
 
 from ckptless.daemon.ckptlessd.cluster import EXPLAIN_S
 from ckptless.daemon.ckptlessd.down_nodes import is_dead, newly_down, newly_leaving
 from ckptless.daemon.ckptlessd.peering import Roster
-from ckptless.daemon.ckptlessd.recovery import eviction
-from ckptless.daemon.ckptlessd.recovery.events import DarkState, NodeLost
+from ckptless.daemon.ckptlessd.recovery.events import DarkState, Drained, Leave, NodeLost
 from ckptless.daemon.ckptlessd.recovery.job_state import NOBODY
 from ckptless.daemon.ckptlessd.requeue_memory import RequeueMemory
 from ckptless.daemon.ckptlessd.requeue_table import Entry
@@ -23,7 +23,7 @@ from ckptless.daemon.protocol.messages import AgentHello, Cancel, JobEnded, JobS
 from ckptless.daemon.protocol.records import JobRecord
 from ckptless.daemon.settings.bind import interfaces
 from ckptless.daemon.settings.config import Peer
-from ckptless.daemon.slurm.adapter import MAX_REASON, Job, Node, check_node
+from ckptless.daemon.slurm.adapter import Job, Node, check_node
 from ckptless.daemon.slurm.cached import CachedSlurm
 from ckptless.daemon.slurm.closing import close
 from ckptless.daemon.slurm.ending import Ending, why_signalled
@@ -34,6 +34,7 @@ from ckptless.daemon.slurm.errors import (
     SlurmUnreachableError,
 )
 from ckptless.daemon.slurm.giving_way import gives_way, waits_before
+from ckptless.daemon.slurm.reason import reason_text
 from ckptless.daemon.slurm.run_name import slurm_job_id
 
 if TYPE_CHECKING:
@@ -56,7 +57,6 @@ FORMING_POLL_S = 5.0
 RETRIES = 120
 MAX_NODES = 65_536
 _NUMBERED = re.compile(r"\bnode-(\d+)\b")
-_UNFIT = re.compile(r"[^ -~]|[\"'`\\]")
 
 
 def _with_names(runtime: "JobHost", reason: str) -> str:
@@ -73,9 +73,30 @@ def _marked(nodes: Iterable[Node], mark: str) -> set[str]:
     return {n.name for n in nodes if n.down or (n.draining and n.reason.startswith(mark))}
 
 
-def reason_text(reason: str) -> str:
-    """Return the text that stands in `sinfo -R`: ours, printable and short enough."""
-    return _UNFIT.sub(" ", f"ckptless: {reason}")[:MAX_REASON]
+async def nodes_now(slurm: CachedSlurm) -> Sequence[Node]:
+    """All nodes as Slurm knows them at this moment. Raises SlurmUnreachableError."""
+    reading = await slurm.nodes(max_age_s=0.0, wait_s=ADMIT_S)
+    return reading.require_fresh("its nodes") or ()
+
+
+@dataclass(frozen=True)
+class OwnNode:
+    """This node in Slurm; see `health.acting.Nodes`. Every call raises SlurmError."""
+
+    slurm: CachedSlurm
+    name: str
+
+    async def now(self) -> Sequence[Node]:
+        """Return all nodes as Slurm knows them at this moment."""
+        return await nodes_now(self.slurm)
+
+    async def drain(self, reason: str) -> None:
+        """Have no new job start here."""
+        await self.slurm.order(self.slurm.direct.drain(self.name, reason))
+
+    async def undrain(self) -> None:
+        """Have jobs start here again."""
+        await self.slurm.order(self.slurm.direct.undrain(self.name))
 
 
 class SlurmCluster:
@@ -93,16 +114,27 @@ class SlurmCluster:
         # Runs whose nodes Slurm does not take back.
         self._in_vain: set[str] = set()
         self._announced: dict[int, int] = {}
+        self._hears_of_jobs = False
         self._addresses: dict[str, str] = {}
         self._marked_down: set[str] = set()
         self._tasks: set[asyncio.Task[None]] = set()
         # Of its own: a name server that is slow must not hold up MUNGE.
         self._lookups = ThreadPoolExecutor(LOOKUP_THREADS, thread_name_prefix="lookup")
 
+    @property
+    def own_node(self) -> "OwnNode":
+        """Return what its health is told to."""
+        return OwnNode(self._slurm, self._name)
+
+    def is_idle(self) -> bool:
+        """Whether it is known, by the prolog and the epilog, that no job is on this node."""
+        return self._hears_of_jobs and not self._announced
+
     # -------------------------------------------------------------------------- who may speak
 
     def notice(self, notice: JobStarted | JobEnded) -> None:
         """See `cluster.Cluster`: the prolog's word is Slurm's own, and spares a question to slurmctld."""
+        self._hears_of_jobs = True
         if isinstance(notice, JobStarted):
             logger.info("job %d of uid %d begins here: %s", notice.job_id, notice.uid, notice.spec or "-")
             self._announced[notice.job_id] = notice.uid
@@ -247,12 +279,12 @@ class SlurmCluster:
         marked itself by then: of two that do so at once at most one sees nothing, and neither ends the other.
         """
         if self.on_node_lost != "down":
-            down = {node.name for node in await self._nodes_now() if node.down}
+            down = {node.name for node in await nodes_now(self._slurm) if node.down}
             return down.issuperset(theirs) and down.isdisjoint(ours)
         slurm, mark, job_id = self._slurm.direct, reason_text(f"job {run}: "), slurm_job_id(run)
         reason = f"{mark}silent, as is half of its nodes"
         # no deadline: each has its own
-        job, nodes = await asyncio.gather(self._now(job_id, 0.0), self._nodes_now())
+        job, nodes = await asyncio.gather(self._now(job_id, 0.0), nodes_now(self._slurm))
         names = [name for name in theirs if name in job.nodes] if job.holds_nodes else []
         if not _marked(nodes, mark).isdisjoint(ours):
             if job.holds_nodes and not set(ours) & set(job.nodes):
@@ -261,19 +293,14 @@ class SlurmCluster:
                 await self._at_once(slurm.undrain(node.name) for node in here if node.reason == reason)
             return False
         await self._at_once(slurm.drain(name, reason) for name in names)
-        if not _marked(await self._nodes_now(), mark).isdisjoint(ours):
+        if not _marked(await nodes_now(self._slurm), mark).isdisjoint(ours):
             return False
         await self._at_once(slurm.mark_down(name, reason) for name in names)
-        return _marked(await self._nodes_now(), mark).issuperset(theirs)
+        return _marked(await nodes_now(self._slurm), mark).issuperset(theirs)
 
     async def _at_once(self, orders: Iterable[Coroutine[Any, Any, None]]) -> None:
         # no deadline: each order has its own
         await asyncio.gather(*map(self._slurm.order, orders))
-
-    async def _nodes_now(self) -> Sequence[Node]:
-        """All nodes as Slurm knows them at this moment. Raises SlurmUnreachableError."""
-        reading = await self._slurm.nodes(max_age_s=0.0, wait_s=ADMIT_S)
-        return reading.require_fresh("its nodes") or ()
 
     def explain(self, runtime: "JobHost", node: int, cancel: Cancel) -> None:
         """See `cluster.Cluster`: by the one node's daemon that leads, not by each of the job's."""
@@ -444,16 +471,13 @@ class SlurmCluster:
             if run.age_s > reading.age_s and run.session.control.outcome is None:
                 for number, reason in newly_down(names, lost, reading.value):
                     run.session.lose(NodeLost(number, reason, 0.0, source="slurm"))
-                if self.leaves_drained:
-                    self._leave_drained(run, newly_leaving(names, lost, reading.value, reason_text("")))
-
-    @staticmethod
-    def _leave_drained(run: "JobHost", leaving: list[tuple[int, str]]) -> None:
-        """Take nodes out of a run, one after the other: it must be able to go on without each."""
-        for number, reason in leaving:
-            if eviction.refusal(run.session.control, number, force=False) is None:
-                run.session.lose(NodeLost(number, reason, 0.0, source="operator"))
-                return
+                leaving = newly_leaving(names, lost, reading.value, reason_text(""))
+                wanted = {
+                    number: Leave(reason, "operator", shrink=True)
+                    for number, reason in (leaving if self.leaves_drained else ())
+                }
+                if wanted != run.session.control.drained:
+                    run.session.feed(Drained(wanted))
 
     async def _give_way(self, runs: "list[JobHost]", poll_s: float) -> None:
         """Give nodes back where a job of higher priority waits for them; have them again once none waits."""

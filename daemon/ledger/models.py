@@ -137,6 +137,18 @@ owners = Table(
     Column("launch", Text, nullable=False),
 )
 
+# Nor this: what was not well with this node, whatever jobs it had. `record` is a VerdictRecord as JSON,
+# `boot` the kernel's boot_id, as most of what is wrong with a node a boot mends.
+verdicts = Table(
+    "verdicts",
+    METADATA,
+    Column("id", Text, primary_key=True),
+    Column("boot", Text, nullable=False),
+    Column("begun_s", Float, nullable=False),
+    Column("ended_s", Float, nullable=True),
+    Column("record", Text, nullable=False),
+)
+
 TABLES: dict[type[Record], Table] = {
     JobRecord: jobs,
     NodeRecord: _table("nodes", NodeRecord),

@@ -35,6 +35,7 @@ from ckptless.daemon.ledger.engine import reading_engine, writing_engine
 from ckptless.daemon.ledger.migrations import migrate, require_current
 from ckptless.daemon.ledger.precedence import ENDED, KEYS
 from ckptless.daemon.protocol.errors import BadRowError, DamagedLedgerError, LedgerError
+from ckptless.daemon.protocol.health import MOST_VERDICTS, VerdictRecord
 from ckptless.daemon.protocol.peers.agreement import Durable
 from ckptless.daemon.protocol.reading import TABLES, Page, Read, RowCursor, Table
 from ckptless.daemon.protocol.records import (
@@ -146,6 +147,27 @@ class Ledger:
                 raise DamagedLedgerError(f"the vote of job {job} is not as it was written")
             return row.identity, msgspec.json.decode(row.state, type=Durable)
 
+    def save_verdict(self, boot: str, record: VerdictRecord) -> None:
+        """Keep what was found of this node's health; the same verdict again replaces it."""
+        row = {
+            "id": f"{record.begun_s!r} {record.probe} {record.code} {record.where}",
+            "boot": boot,
+            "begun_s": record.begun_s,
+            "ended_s": record.ended_s,
+            "record": msgspec.json.encode(record).decode(),
+        }
+        with self._writing(full=False) as connection:
+            connection.execute(models.verdicts.insert().prefix_with("OR REPLACE"), row)
+
+    def verdicts(self) -> tuple[tuple[str, VerdictRecord], ...]:
+        """Return those that stand, and the newest others: the boot of each, and the verdict, oldest first."""
+        table = models.verdicts
+        newest = table.c.ended_s.is_not(None), table.c.begun_s.desc()
+        with self._reading() as connection:
+            rows = connection.execute(select(table).order_by(*newest).limit(MOST_VERDICTS)).all()
+            found = [(row.boot, msgspec.json.decode(row.record, type=VerdictRecord)) for row in rows]
+        return tuple(reversed(found))
+
     def own(self, job: str, owner: Owner, *, anew: bool) -> Owner | None:
         """Note whose run has this name; on the disk when this returns. Return whose it was until now.
 
@@ -175,6 +197,7 @@ class Ledger:
             for age_s in (VOTE_S, HISTORY_S)
         }
         with self._writing(full=False) as connection:
+            connection.execute(models.verdicts.delete().where(models.verdicts.c.ended_s < now_s - HISTORY_S))
             for table in (models.votes, *others, models.owners, models.jobs):
                 age_s = VOTE_S if table is models.votes else HISTORY_S
                 connection.execute(table.delete().where(table.c.job.in_(long_over[age_s])))

@@ -23,6 +23,7 @@ from ckptless.daemon.protocol.errors import (
     NewerLedgerError,
     UsageError,
 )
+from ckptless.daemon.protocol.health import VerdictRecord
 from ckptless.daemon.protocol.peers.agreement import Durable
 from ckptless.daemon.protocol.records import JobRecord, Record
 
@@ -86,6 +87,22 @@ class LedgerWriter:
             self._lost_rows += 1
         if not self._closing.is_set() and (self._task is None or self._task.done()):
             self._task = asyncio.get_running_loop().create_task(self._write_all())
+
+    def save_verdict(self, boot: str, record: VerdictRecord) -> None:
+        """See `Ledger.save_verdict`; where the disk does not take it, it is said and left at that."""
+        task = asyncio.get_running_loop().create_task(self._save_verdict(boot, record))
+        self._tasks.add(task)
+        task.add_done_callback(self._tasks.discard)
+
+    async def _save_verdict(self, boot: str, record: VerdictRecord) -> None:
+        try:
+            await self._call(lambda ledger: ledger.save_verdict(boot, record))
+        except (LedgerError, UsageError) as error:
+            logger.warning("a verdict on this node's health is not kept: %s", error)
+
+    async def verdicts(self) -> tuple[tuple[str, VerdictRecord], ...]:
+        """See `Ledger.verdicts`. Raises LedgerError."""
+        return await self._call(lambda ledger: ledger.verdicts())
 
     async def vote(self, job: str) -> tuple[str, Durable] | None:
         """See `Ledger.vote`. Raises LedgerError."""

@@ -2,7 +2,7 @@
 
 import ipaddress
 import re
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -263,6 +263,23 @@ def names(written: object) -> tuple[str, ...] | None:
         return None
     fine = all(isinstance(name, str) and re.fullmatch(r"[^\s,]{1,64}", name) for name in written)
     return tuple(written) if fine else None
+
+
+def paths(written: object) -> tuple[str, ...] | None:
+    """A list of absolute paths, each once, as a tuple; None for what is not one."""
+    if not isinstance(written, list) or len({str(path) for path in written}) < len(written):
+        return None
+    fine = all(isinstance(path, str) and re.fullmatch(r"/[^\x00-\x1f]{0,4095}", path) for path in written)
+    return tuple(written) if fine else None
+
+
+def mapping(written: object, good: Callable[[str], object]) -> dict[str, str] | None:
+    """A mapping of names (small letters, digits and hyphens) to texts that are `good`; None for another."""
+    if not isinstance(written, Mapping):
+        return None
+    names_fine = all(isinstance(n, str) and re.fullmatch(r"[a-z0-9][a-z0-9-]{0,63}", n) for n in written)
+    texts_fine = all(isinstance(text, str) and good(text) for text in written.values())
+    return dict(written) if names_fine and texts_fine else None
 
 
 # ------------------------------------------------------------------------------- addresses of nodes

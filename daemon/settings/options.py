@@ -9,6 +9,7 @@ slurm_ext/spank/table.h, which `make options` writes and a test compares.
 # ruff: noqa: RUF009  # each call in a dataclass makes a field
 
 import re
+import shlex
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, fields, is_dataclass
 from pathlib import Path
@@ -18,6 +19,7 @@ from typing import Any, Literal, NamedTuple, get_args
 from click import STRING
 
 from ckptless.daemon.protocol.errors import UsageError
+from ckptless.daemon.protocol.health import Action
 from ckptless.daemon.protocol.limits import MOST_INTERFACES, MOST_NODES
 from ckptless.daemon.protocol.model import Limits
 from ckptless.daemon.settings.option_kinds import (
@@ -30,9 +32,11 @@ from ckptless.daemon.settings.option_kinds import (
     folder,
     is_bind,
     is_shared_bind,
+    mapping,
     memory,
     names,
     number,
+    paths,
     shared_binds,
     span,
     speed,
@@ -244,6 +248,49 @@ class ElasticSettings:
     leave_drained: bool = checked("true", "false", good=lambda v: isinstance(v, bool)).default(False)
 
 
+def _is_command(line: str) -> bool:
+    try:
+        words = shlex.split(line)
+    except ValueError:
+        return False
+    return bool(words) and words[0].startswith("/") and len(line) <= 4096 and line.isprintable()
+
+
+@dataclass(frozen=True, kw_only=True)
+class HealthSettings:
+    """What looks at a node's health, and what is done about what it finds.
+
+    `act`: the most that is done. `most_per_hour`: so many nodes of the cluster one probe's word may drain
+    within an hour. `undrain_after_s`: a node that was drained for its health, and is well for so long, is
+    undrained; None: never. `off`: probes that do not look. `disks`: folders that need room; `mounts`: file
+    systems that have to answer. `commands`: lines to run, by a name; `actions`: what is done for a finding,
+    by its code, where the table says something else.
+    """
+
+    act: Action = choice(among=get_args(Action)).default("evict")
+    most_per_hour: int = number(low=0, high=1000).default(2)
+    undrain_after_s: float | None = span(low=60, high=30 * 86400, such_as="1h", nothing="left out").default()
+    off: tuple[str, ...] = Option(
+        words=("a list of probes, each once, such as [nvml, link]",), read=names, restart=True
+    ).default(())
+    disks: tuple[str, ...] = Option(
+        words=("a list of absolute paths, each once, such as [/local, /scratch]",), read=paths, restart=True
+    ).default(())
+    mounts: tuple[str, ...] = Option(
+        words=("a list of absolute paths, each once, such as [/home, /scratch]",), read=paths, restart=True
+    ).default(())
+    commands: Mapping[str, str] | None = Option(
+        words=("names with commands by their absolute paths, as in `nhc: /usr/sbin/nhc -a`",),
+        read=lambda written: mapping(written, _is_command),
+        restart=True,
+    ).default()
+    actions: Mapping[str, Action] | None = Option(
+        words=("codes with note, drain, move or evict, as in `xid-13: drain`",),
+        read=lambda written: mapping(written, get_args(Action).__contains__),
+        restart=True,
+    ).default()
+
+
 @dataclass(frozen=True, kw_only=True)
 class SettingsFile:
     """The file. `domains` are hostlists by the name of the failure domain."""
@@ -263,6 +310,7 @@ class SettingsFile:
     data: DataSettings = DataSettings()
     keep: KeepSettings = KeepSettings()
     elastic: ElasticSettings = ElasticSettings()
+    health: HealthSettings = HealthSettings()
 
 
 # ------------------------------------------------------------------------------ the command line

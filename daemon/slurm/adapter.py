@@ -88,8 +88,9 @@ class Node:
     """One node as Slurm sees it.
 
     `state` is the base state (IDLE, MIXED, ALLOCATED, DOWN, ...), `flags` what is added to it (DRAIN,
-    NOT_RESPONDING, ...). `reason` is why it is drained or down. `boot_s` is when it booted, in seconds since
-    the Unix epoch, to a second or two; None if it has not registered since it was added, or given back.
+    NOT_RESPONDING, ...). `reason` is why it is drained or down, `reason_s` when that was said. `boot_s` is
+    when it booted, to a second or two; None if it has not registered since it was added, or given back. Times
+    are seconds since the Unix epoch.
     """
 
     name: str
@@ -97,6 +98,7 @@ class Node:
     state: str
     flags: frozenset[str] = field(default_factory=frozenset)
     reason: str = ""
+    reason_s: float | None = None
     boot_s: float | None = None
     slurmd_start_s: float | None = None
     cpus: int = 0
@@ -153,10 +155,10 @@ _KEEPS_JOBS_AWAY = frozenset(
 )
 
 
-def node_of(*, reason: str, **fields: Any) -> Node:
+def node_of(*, reason: str, reason_s: float | None, **fields: Any) -> Node:
     """A Node whose reason is for its state: some Slurms keep that of a state that is over."""
     node = Node(**fields)
-    return replace(node, reason=reason) if node.draining or node.down else node
+    return replace(node, reason=reason, reason_s=reason_s) if node.draining or node.down else node
 
 
 def check_node(name: str) -> str:

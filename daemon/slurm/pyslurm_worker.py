@@ -132,6 +132,7 @@ def translate_node(node: Any) -> Node:
         state=state,
         flags=flags,
         reason=_text(lambda: node.reason).partition("\n")[0],
+        reason_s=_seconds(node.reason_time),
         boot_s=_seconds(node.boot_time),
         slurmd_start_s=_seconds(node.slurmd_start_time),
         cpus=node.total_cpus or 0,

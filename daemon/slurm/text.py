@@ -51,9 +51,7 @@ _ENDING_FIELDS = ("JobID", "State", "Reason", "RestartCnt", "PreemptTime", "EndT
 _NODE_KEY = re.compile(r"(?:^|\s)([A-Z][A-Za-z_]*)=")
 # `Not responding [slurm@2026-11-21T15:09:06] Comment=...`: after its first line Slurm says who gave the
 # reason.
-_REASON = re.compile(
-    r"(.*?)\s*(?:\[[^\s\[\]]+@(?:[0-9T:-]+|Unknown)\].*|\s(?:Comment|Extra)=.*|$)", re.DOTALL
-)
+_REASON = re.compile(r"(.*?)\s*(?:\[[^\s\[\]]+@([0-9T:-]+|Unknown)\].*|\s(?:Comment|Extra)=.*|$)", re.DOTALL)
 
 _ARRAY = re.compile(r"[0-9]{1,10}_(?:[0-9]{1,10}|\[.*\])", re.ASCII)
 _NICE = re.compile(r"-?[0-9]{1,12}", re.ASCII)
@@ -217,12 +215,14 @@ def _node(pairs: Mapping[str, str]) -> Node:
     if not is_node_name(name):
         raise ProtocolError(f"scontrol gave a node without a name, or with one that is none: {name[:80]!r}")
     state, flags = node_state(pairs.get("State", ""))
+    reason, reason_s = _reason(pairs.get("Reason", ""))
     return node_of(
         name=name,
         address=something(pairs.get("NodeAddr", "")) or name,
         state=state,
         flags=flags,
-        reason=_reason(pairs.get("Reason", "")),
+        reason=reason,
+        reason_s=reason_s,
         boot_s=time(pairs.get("BootTime", "")),
         slurmd_start_s=time(pairs.get("SlurmdStartTime", "")),
         cpus=number(pairs.get("CPUTot") or "0", "number of CPUs"),
@@ -231,9 +231,12 @@ def _node(pairs: Mapping[str, str]) -> Node:
     )
 
 
-def _reason(text: str) -> str:
+def _reason(text: str) -> tuple[str, float | None]:
+    """Return the reason, and when it was given."""
     match = _REASON.fullmatch(text.strip())
-    return something(match[1] if match else text.strip())
+    if match is None:
+        return something(text.strip()), None
+    return something(match[1]), time(match[2] or "")
 
 
 def read_topology(text: str) -> dict[str, tuple[str, ...]]:

@@ -39,12 +39,12 @@ from ckptless.daemon.ckptlessd.consensus import packing
 from ckptless.daemon.ckptlessd.service import _Heard as FromOutside
 from ckptless.daemon.ledger.store import Ledger
 from ckptless.daemon.protocol import (
-    eviction,
+    health,
     keeping,
     messages,
     outcome,
     reading,
-    resizing,
+    requests,
     saved,
     saving,
     version,
@@ -97,11 +97,12 @@ EDGES: dict[str, tuple[Any, int]] = {
     "daemon, memory that is kept": (keeping.Taken, CONTROL_LIMIT),
     "agent, what was kept": (keeping.Claimed | messages.Denied, CONTROL_LIMIT),
     "agent, what is to be kept": (keeping.KeepAnswer | messages.Denied, CONTROL_LIMIT),
-    "ckptctl evict": (eviction.Evicted | messages.Denied, CONTROL_LIMIT),
-    "ckptctl resize": (resizing.Resized | messages.Denied, CONTROL_LIMIT),
+    "ckptctl evict": (requests.Evicted | messages.Denied, CONTROL_LIMIT),
+    "ckptctl resize": (requests.Resized | messages.Denied, CONTROL_LIMIT),
     "ckptctl save": (saving.Saved | messages.Denied, CONTROL_LIMIT),
     "ckptctl, the story": (reading.Page | messages.Denied, CONTROL_LIMIT),
     "ckptctl kept": (keeping.KeptList | messages.Denied, CONTROL_LIMIT),
+    "ckptctl health": (health.HealthReport | messages.Denied, CONTROL_LIMIT),
     "daemon, from daemons": (peers.DaemonMessage, CONTROL_LIMIT),
     "agent, from agents": (peers.AgentMessage, CONTROL_LIMIT),
 }

@@ -9,6 +9,7 @@ from ckptless.daemon.ckptlessd.recovery.events import NodeLost
 from ckptless.daemon.protocol import messages as m
 from ckptless.daemon.protocol.peers import messages as p
 from ckptless.daemon.protocol.peers.agreement import Accepted, Decree, Durable, Promise, Say
+from ckptless.daemon.protocol.peers.messages import Standing
 
 from .story import Violation
 
@@ -51,6 +52,8 @@ class Checks:
         self._running: dict[int, float] = {}
         self._stopped: set[int] = set()
         self._stopped_at = 0.0
+        # Nodes that the job has left by a health check's word.
+        self._left: set[int] = set()
 
     def _fail(self, text: str) -> None:
         raise Violation(text)
@@ -184,6 +187,13 @@ class Checks:
             case m.Stop():
                 self._stops(message.order)
 
+    def met(self, standing: Standing) -> None:
+        """A daemon tells where it stands: a node is left from the moment on that anybody says so."""
+        left = {node for node, reason, _ in standing.lost if reason == self._world.unwell.get(node)}
+        if left - self._left:
+            self._left |= left
+            self._world.faulted("leave")
+
     def _assigns(self, daemon: "Daemon", new: m.Assignment) -> None:
         if not self._world.generation:
             self._world.formed_at = self._world.events.now
@@ -278,7 +288,10 @@ class Checks:
         # As long as some cannot talk to others, what one gives may not get to the other, again and again.
         broken = world.network.broken or world.network.healed_at >= self._stopped_at
         resized = world.spec.elastic and stop.reason.startswith("the job goes on with ")
-        if resized:
+        moved = any(reason in stop.reason for reason in world.unwell.values())
+        if moved:
+            world.faulted("move")
+        if resized or moved:
             self._stopped_at = world.events.now
             return
         if not half_done and not broken and all(at < self._stopped_at for at in world.training_faults):

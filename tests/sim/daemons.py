@@ -292,6 +292,12 @@ class Daemon:
         if session is not None:
             self._do(lambda _peering: session.lose(loss))
 
+    def unwell(self, leave: e.Leave | None) -> None:
+        """A health check says something of this node."""
+        session = self._session
+        if session is not None:
+            self._do(lambda _peering: session.feed(e.Unwell(leave)))
+
     def resize(self, wish: m.Wish) -> None:
         """Somebody wants the job to have another size."""
         session = self._session
@@ -462,6 +468,8 @@ class _Session(JobSession):
         """See `JobSession`. Rows go to ledgers, which nobody reads here."""
         if isinstance(message, p.Ordered):
             self._daemon.world.checks.ordered(message)
+        if isinstance(message, p.Meeting):
+            self._daemon.world.checks.met(message.standing)
         if not isinstance(message, p.Rows):
             self._daemon.about_to_say(message)
             super().say(node, message)

@@ -107,6 +107,8 @@ class World:
         # Links, from and to, whose next frame is not what was sent; whether the user has ended the job.
         self.tampered: dict[tuple[int, int], float] = {}
         self.cancelled = False
+        # Nodes that a health check was ever against, and why.
+        self.unwell: dict[int, str] = {}
         # Until when a node's disk takes nothing.
         self.full_until: dict[int, float] = {}
         # Nodes on which no write ever ends.

@@ -5,7 +5,7 @@ numbered anew), the step to go on from, who gives the state, the rung. The ladde
 budgets, as a table, are `messages.Limits`.
 """
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass, field
 
 from msgspec import structs
@@ -60,7 +60,7 @@ class Situation:
 
     `now_s` is Unix time in seconds; another leader's may differ by as much as the nodes' clocks do.
     `wanted` is the newest wish for another size; `resizes`: the generation was stopped so that the job has
-    another size.
+    another size. `leaving`: nodes that ranks are to leave; they live, and give their state.
     """
 
     spec: JobSpec
@@ -73,6 +73,7 @@ class Situation:
     now_s: float = 0.0
     wanted: Wish = resizing.AS_MANY_AS_THERE_ARE
     resizes: bool = False
+    leaving: Collection[int] = ()
 
     @property
     def causes(self) -> Sequence[Fault]:
@@ -187,6 +188,8 @@ def _answer_all(now: Situation) -> _Answers:
     if not now.spec.recovers:
         raise NoPlanError(_first_failure(now))
     answers = _Answers()
+    slots = range(now.spec.slots_per_node)
+    answers.bad.update(Place(node=node, slot=slot) for node in now.leaving for slot in slots)
     for fault in now.causes:
         if fault.finding.kind == "no-room":
             reason = one_line(fault.finding.detail)
@@ -400,7 +403,8 @@ def _place(now: Situation, answers: _Answers) -> tuple[Place, ...]:
         remove(worse, more)
         if len(slots) < len(ranks):
             text = f"no spare left for rank {ranks[len(slots)]}: {_causes(now)}"
-            raise NoPlanError(_unrecoverable(text, "no-spare", now.causes[0].finding))
+            who = now.causes[0].finding if now.causes else None  # none is to blame that a node is left
+            raise NoPlanError(_unrecoverable(text, "no-spare", who))
         for rank, place in zip(ranks, slots, strict=True):
             places[rank] = place
     for rank, place in {**shaken, **moving}.items():

@@ -21,6 +21,7 @@ from ckptless.daemon.ckptlessd.recovery.fencing import Fencing
 from ckptless.daemon.ckptlessd.recovery.following import Following
 from ckptless.daemon.ckptlessd.recovery.job_state import JobState
 from ckptless.daemon.ckptlessd.recovery.leading import Leading
+from ckptless.daemon.ckptlessd.recovery.leaving import Leaving
 from ckptless.daemon.ckptlessd.recovery.losses import Losses
 from ckptless.daemon.ckptlessd.recovery.recovery_log import RecoveryLog
 from ckptless.daemon.ckptlessd.recovery.sizes import Sizes
@@ -72,6 +73,7 @@ class Controller:
             Voters(self.job),
             Sizes(self.job),
             Drawing(self.job),
+            Leaving(self.job),
         )
 
     def handle(self, event: e.Input, now: float) -> list[e.Output]:
@@ -119,6 +121,8 @@ class Controller:
                 job.apart = event.nodes
                 if job.follows:
                     job.meet(job.leader)
+            case e.Unwell() | e.Drained():
+                self._leaving(event)
             case e.NodeLost():
                 job.lose(event)
             case e.OrderFrom():
@@ -136,6 +140,21 @@ class Controller:
             case e.Tick():
                 self._fencing.ask_witness(now)
                 self._following.tick(now)
+
+    def _leaving(self, event: e.Unwell | e.Drained) -> None:
+        """Nodes are to be left, or may stay again."""
+        if isinstance(event, e.Drained):
+            self.job.drained = dict(event.nodes)
+            return
+        self._take_unwell(self.job.me, event.leave)
+        if self.job.follows:
+            self.job.meet(self.job.leader)
+
+    def _take_unwell(self, node: int, leave: e.Leave | None) -> None:
+        if leave is not None:
+            self.job.unwell[node] = leave
+        else:
+            self.job.unwell.pop(node, None)
 
     def _look(self, now: float) -> None:
         """See what has been agreed since the last look, and whether this daemon was elected by it."""
@@ -185,6 +204,7 @@ class Controller:
         (job.unable.discard if theirs.able else job.unable.add)(node)
         self._stalls.apart.say(node, theirs.apart, now)
         self._fencing.hear_of_dead(node, set(theirs.dead))
+        self._take_unwell(node, theirs.unwell)
         if job.has_a_say(node):
             for lost, reason, source in theirs.lost:
                 job.lose(e.NodeLost(lost, reason, 0.0, source=source))

@@ -1,5 +1,6 @@
 """Inputs and outputs of the control plane: plain values, whoever carries them."""
 
+from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Annotated, Literal, TypeAlias
 
@@ -14,6 +15,7 @@ from ckptless.daemon.protocol.limits import (
     Text,
 )
 from ckptless.daemon.protocol.peers.agreement import Say
+from ckptless.daemon.protocol.peers.messages import Leave as Leave
 from ckptless.daemon.protocol.peers.messages import Report as Report
 from ckptless.daemon.protocol.peers.messages import Stage as Stage
 from ckptless.daemon.protocol.peers.messages import Standing as Standing
@@ -68,6 +70,20 @@ class Apart:
     """The nodes that this daemon cannot reach itself, though others see them: all of them, each time."""
 
     nodes: frozenset[int]
+
+
+@dataclass(frozen=True)
+class Unwell:
+    """The job is to leave this node, by a health check's word; None: it may stay. See `leaving.Leaving`."""
+
+    leave: Leave | None
+
+
+@dataclass(frozen=True)
+class Drained:
+    """The same of all nodes that Slurm's administrators want for themselves: all of them, each time."""
+
+    nodes: Mapping[int, Leave]
 
 
 @dataclass(frozen=True)
@@ -130,6 +146,8 @@ Input: TypeAlias = (
     | AgentAnswers
     | Heartbeats
     | Apart
+    | Unwell
+    | Drained
     | OrderFrom
     | Said
     | Witnessed

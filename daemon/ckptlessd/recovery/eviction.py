@@ -5,8 +5,8 @@ from collections.abc import Mapping, Sequence
 from ckptless.daemon.ckptlessd.planning import resizing
 from ckptless.daemon.ckptlessd.planning.faults import NodeView
 from ckptless.daemon.ckptlessd.recovery.job_state import JobState
-from ckptless.daemon.protocol.eviction import EvictionSource
 from ckptless.daemon.protocol.messages import Assignment, Place
+from ckptless.daemon.protocol.requests import EvictionSource
 
 
 def may_say(source: EvictionSource, uid: int, owner: int, daemon: int) -> bool:

@@ -13,6 +13,7 @@ from ckptless.daemon.ckptlessd.planning.event_lines import Line
 from ckptless.daemon.ckptlessd.planning.faults import NodeView
 from ckptless.daemon.ckptlessd.recovery import ledger_rows
 from ckptless.daemon.ckptlessd.recovery.events import (
+    Leave,
     Meet,
     NodeLost,
     Output,
@@ -41,8 +42,9 @@ class JobState:
     when there was last a leader whose proposals are agreed on. `generation` and `reign` are the newest that
     were followed; by `reign` its node leads, or `leader` is nobody. `reachable`, `answering` and `heartbeats`
     are nodes whose daemons are connected, whose agents answer, and of whose daemons others hear. `unable`:
-    nodes whose daemon cannot vote. `apart`: nodes that this daemon cannot reach itself. `touched`: nodes with
-    news since the leader looked last.
+    nodes whose daemon cannot vote. `apart`: nodes that this daemon cannot reach itself. `unwell`, `drained`:
+    nodes that the job is to leave, by their own daemons' word, and by Slurm's. `touched`: nodes with news
+    since the leader looked last.
     """
 
     me: int
@@ -66,6 +68,8 @@ class JobState:
     losses: dict[int, NodeLost] = field(default_factory=dict)
     unable: set[int] = field(default_factory=set)
     apart: frozenset[int] = frozenset()
+    unwell: dict[int, Leave] = field(default_factory=dict)
+    drained: dict[int, Leave] = field(default_factory=dict)
     touched: set[int] = field(default_factory=set)
     lease: Lease = field(default_factory=Lease)
     cancelled: m.Cancel | None = None
@@ -175,6 +179,7 @@ class JobState:
             able=self.agreement.able,
             apart=tuple(sorted(self.apart)),
             dead=tuple(sorted(self.agreement.dead)),
+            unwell=self.unwell.get(self.me),
         )
 
     # ------------------------------------------------------------------------------------- changes

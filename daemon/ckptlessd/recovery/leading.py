@@ -18,6 +18,7 @@ from ckptless.daemon.ckptlessd.recovery.fencing import FORMING_DEADLINE_S
 from ckptless.daemon.ckptlessd.recovery.following import Following
 from ckptless.daemon.ckptlessd.recovery.generation_progress import GenerationProgress
 from ckptless.daemon.ckptlessd.recovery.job_state import NOBODY, JobState, cancelled_by
+from ckptless.daemon.ckptlessd.recovery.leaving import Leaving
 from ckptless.daemon.ckptlessd.recovery.losses import Losses
 from ckptless.daemon.ckptlessd.recovery.recovery_log import RecoveryLog
 from ckptless.daemon.ckptlessd.recovery.sizes import Sizes
@@ -49,6 +50,7 @@ class Leading:
     voters: Voters
     sizes: Sizes
     drawing: Drawing
+    leaving: Leaving
     step: int = 0
     _said: float = 0.0
     _killed: set[m.Place] = field(default_factory=set)
@@ -67,6 +69,7 @@ class Leading:
         self.losses.begin()
         self.sizes.begin()
         self.drawing.begin()
+        self.leaving.begin()
         # What the others said last was for another leader; this one waits for what they say now.
         for view in job.nodes.values():
             if view.node != job.me:
@@ -153,6 +156,7 @@ class Leading:
         assert job.spec is not None
         job.share(ledger_rows.job(job.spec, "running", job.started, ranks=len(assignment.places)))
         self.sizes.decided(assignment, now)
+        self.leaving.decided()
         self.drawing.decided()
         self.log.agreed(assignment, now)
         self._said = now
@@ -189,6 +193,8 @@ class Leading:
             self._stop(assignment, _what(findings[0]), now, findings[0].age_s)
         elif parted is not None:
             self._stop(assignment, parted, now)
+        elif (left := self.leaving.due(assignment, now)) is not None:
+            self._stop(assignment, left, now)
         elif (resized := self.sizes.due(assignment, now)) is not None:
             self._stop(assignment, resized, now)
         elif progress.disputed:
@@ -256,8 +262,9 @@ class Leading:
     def _replan(self, progress: GenerationProgress, spec: m.JobSpec, now: float) -> None:
         """Once every agent is frozen and every rank is out: the next generation."""
         for finding in progress.take_news():
-            # Ranks that stop for a new size break the collectives of those that have not heard of it yet.
-            if not (self.sizes.resizes and finding.kind == "broken"):
+            # Ranks that stop for that break the collectives of those that have not heard of it yet.
+            planned = self.sizes.resizes or self.leaving.nodes
+            if not (planned and finding.kind == "broken"):
                 self.log.add(finding, progress.assignment, now)
         late = now - self.job.since >= spec.limits.leave_s
         moving = progress.moving
@@ -294,9 +301,10 @@ class Leading:
             now,
             wanted=job.wanted,
             resizes=self.sizes.resizes,
+            leaving=self.leaving.nodes,
         )
         try:
-            following = plan.next_assignment(situation)
+            following = self.leaving.plan(situation)
         except plan.NoPlanError as error:
             if not self.drawing.waits(spec, assignment, error.outcome, now):
                 self._ending = error.outcome

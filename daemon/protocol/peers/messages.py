@@ -37,6 +37,20 @@ Stage = Literal["forming", "joining", "restoring", "running", "stopping", "relea
 
 
 @dataclass(frozen=True)
+class Leave:
+    """The word that the job is to leave a node that lives, and whose word that is.
+
+    `at_once`: what it holds is not trusted, and it counts as lost. Else its ranks move at a step's end, with
+    their state. `shrink`: also where no spare is left for them, and the job can go on with fewer nodes.
+    """
+
+    reason: Text
+    source: FaultSource
+    at_once: bool = False
+    shrink: bool = False
+
+
+@dataclass(frozen=True)
 class Standing:
     """A daemon's word when two meet: who leads, how far the job is, which nodes are lost.
 
@@ -44,7 +58,8 @@ class Standing:
     number of the newest decree that it knows; `promised` the ballot below which it accepts nothing. `lost`
     has the node, the reason, and whose word that is. `able`: the sender can vote; else its disk takes
     nothing, or has lost what it had promised. `apart`: nodes that it cannot reach, though others see them.
-    `dead`: voters that are dead by the witness's word, whoever asked it.
+    `dead`: voters that are dead by the witness's word, whoever asked it. `unwell`: why the job is to leave
+    the sender's node, by a health check's word.
     """
 
     term: Number
@@ -56,6 +71,7 @@ class Standing:
     able: bool = True
     apart: Nodes = ()
     dead: Nodes = ()
+    unwell: Leave | None = None
 
 
 @dataclass(frozen=True)

@@ -20,4 +20,4 @@ def test_no_value_changes_on_its_way(kind: type) -> None:
 
 
 def test_each_value_goes_in_or_comes_out() -> None:
-    assert {*get_args(e.Input), *get_args(e.Output), e.Standing} == set(KINDS)
+    assert {*get_args(e.Input), *get_args(e.Output), e.Standing, e.Leave} == set(KINDS)

@@ -20,8 +20,8 @@ from ckptless.daemon.ckptlessd.recovery.controller import Controller
 from ckptless.daemon.ckptlessd.recovery.eviction import find_node, homeless_after, may_say, refusal
 from ckptless.daemon.ckptlessd.requests import evict
 from ckptless.daemon.protocol import messages as m
-from ckptless.daemon.protocol.eviction import Evict, EvictionSource
 from ckptless.daemon.protocol.peers.agreement import NO_BALLOT, Decree, Durable
+from ckptless.daemon.protocol.requests import Evict, EvictionSource
 from ckptless.daemon.settings.config import Peer
 
 from .lease_nodes import Node, first_generation, hello, info, job_spec, lost_by

@@ -19,7 +19,7 @@ from ckptless.daemon.ckptlessd.recovery.drawing import GIVEN_BACK, Drawing
 from ckptless.daemon.ckptlessd.requests import resize
 from ckptless.daemon.protocol import messages as m
 from ckptless.daemon.protocol.peers.agreement import NO_BALLOT, Decree, Durable
-from ckptless.daemon.protocol.resizing import ResizeJob
+from ckptless.daemon.protocol.requests import ResizeJob
 
 from .lease_nodes import Node, first_generation, job_spec, lost_by
 

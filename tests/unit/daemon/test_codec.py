@@ -15,9 +15,8 @@ from ckptless.daemon.protocol import messages as m
 from ckptless.daemon.protocol import version
 from ckptless.daemon.protocol.codec import PROTOCOL, Decoder, encode
 from ckptless.daemon.protocol.errors import BadVersionError, MismatchError, ProtocolError
-from ckptless.daemon.protocol.eviction import Evict, Evicted
 from ckptless.daemon.protocol.peers import messages as p
-from ckptless.daemon.protocol.resizing import Resized, ResizeJob
+from ckptless.daemon.protocol.requests import Evict, Evicted, Resized, ResizeJob
 
 LIMIT = 1 << 16
 

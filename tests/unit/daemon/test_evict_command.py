@@ -19,8 +19,8 @@ from ckptless.daemon.ckptctl import evict as command_module
 from ckptless.daemon.ckptctl.main import ckptctl
 from ckptless.daemon.protocol.codec import CONTROL_LIMIT, Decoder, encode
 from ckptless.daemon.protocol.errors import PeerError
-from ckptless.daemon.protocol.eviction import Evict, Evicted
 from ckptless.daemon.protocol.messages import Denied
+from ckptless.daemon.protocol.requests import Evict, Evicted
 from ckptless.daemon.settings.config import LocalConfig, Peer
 from ckptless.daemon.settings.site import load_settings
 

@@ -13,7 +13,7 @@ import pytest
 
 from ckptless.daemon.ckptctl.main import ckptctl
 from ckptless.daemon.protocol.codec import CONTROL_LIMIT, Decoder, encode
-from ckptless.daemon.protocol.resizing import Resized, ResizeJob
+from ckptless.daemon.protocol.requests import Resized, ResizeJob
 
 DONE = Resized(verdict="accepted", text="job 7 is to train on 4 nodes from now on")
 

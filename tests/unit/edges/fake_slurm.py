@@ -11,7 +11,7 @@ from typing import Any, TypeVar, cast
 from ckptless.daemon.ckptlessd.job_host import JobHost
 from ckptless.daemon.ckptlessd.peering import Roster
 from ckptless.daemon.ckptlessd.planning.faults import NodeView
-from ckptless.daemon.ckptlessd.recovery.events import NodeLost
+from ckptless.daemon.ckptlessd.recovery.events import Drained, Leave, NodeLost
 from ckptless.daemon.protocol.messages import PROTOCOL, AgentHello, Cancel, JobSpec, Limits, NodeInfo
 from ckptless.daemon.protocol.model import NO_RUN
 from ckptless.daemon.settings.config import Peer
@@ -121,6 +121,7 @@ class FakeRuntime:
     reasons: list[tuple[int, int, str]] = field(default_factory=list)
     stopped_s: float = 0.0
     launch: str = NO_RUN
+    drained: dict[int, Leave] = field(default_factory=dict)
 
     @property
     def roster(self) -> Roster:
@@ -143,8 +144,9 @@ class FakeRuntime:
             outcome=self.outcome,
             stage=self.stage,
             leader=self.leader,
+            drained=self.drained,
         )
-        return SimpleNamespace(control=control, lose=self.lose)
+        return SimpleNamespace(control=control, lose=self.lose, feed=self.feed)
 
     def note(self, level: str, kind: str, text: str) -> None:
         self.notes.append((level, kind, text))
@@ -155,6 +157,9 @@ class FakeRuntime:
     def lose(self, loss: NodeLost) -> None:
         self.losses.append(loss)
         self.lost = (*self.lost, loss.node)
+
+    def feed(self, event: Drained) -> None:
+        self.drained = dict(event.nodes)
 
     def explained(self, node: int, cancel: Cancel, reason: str) -> None:
         self.reasons.append((node, cancel.exit_code, reason))

@@ -21,9 +21,8 @@ from ckptless.daemon.ckptlessd.service import Service
 from ckptless.daemon.protocol import messages as m
 from ckptless.daemon.protocol.codec import CONTROL_LIMIT, Decoder, encode
 from ckptless.daemon.protocol.errors import PeerError
-from ckptless.daemon.protocol.eviction import Evict, Evicted
 from ckptless.daemon.protocol.model import NO_RUN
-from ckptless.daemon.protocol.resizing import Resized, ResizeJob
+from ckptless.daemon.protocol.requests import Evict, Evicted, Resized, ResizeJob
 from ckptless.daemon.settings.config import DaemonConfig, Peer, Timers
 from ckptless.daemon.transport.credentials import KeyCredentials
 

@@ -21,7 +21,7 @@ from ckptless.daemon.ckptlessd.clock import Clock
 from ckptless.daemon.ckptlessd.recovery.events import DarkState, NodeLost
 from ckptless.daemon.ckptlessd.requeue_memory import RequeueMemory
 from ckptless.daemon.ckptlessd.requeue_table import Entry
-from ckptless.daemon.ckptlessd.slurm_cluster import SlurmCluster, reason_text
+from ckptless.daemon.ckptlessd.slurm_cluster import SlurmCluster
 from ckptless.daemon.ledger.precedence import precedence
 from ckptless.daemon.ledger.store import Ledger
 from ckptless.daemon.ledger.writer import LedgerWriter
@@ -35,6 +35,7 @@ from ckptless.daemon.slurm.cached import CachedSlurm, Reading
 from ckptless.daemon.slurm.commands import Commands
 from ckptless.daemon.slurm.ending import Ending
 from ckptless.daemon.slurm.errors import SlurmNotFoundError, SlurmRefusedError, SlurmUnreachableError
+from ckptless.daemon.slurm.reason import reason_text
 from ckptless.daemon.slurm.run_name import slurm_job_id
 
 from .fake_slurm import ADDRESS, NAMES, OWNER, FakeRuntime, FakeSlurm, hello, job

@@ -26,6 +26,7 @@ __version__ = "1.2.3"
 class PyslurmError(Exception): pass
 def node(**more):
     fields = dict(name="n1", address="10.0.0.1", state="IDLE+DRAIN", reason="x\\ny", boot_time=5)
+    fields |= dict(reason_time=7)
     fields |= dict(slurmd_start_time=None, total_cpus=8, partitions=["a", "b"], slurm_version="26.05.5")
     return SimpleNamespace(**{**fields, **more})
 class Strange:
@@ -98,6 +99,7 @@ def test_jobs_and_nodes(python: str) -> None:
         assert await slurm.job(8) == task
         node = await slurm.node("n1")
         assert (node.state, node.flags, node.reason) == ("IDLE", frozenset({"DRAIN"}), "x")
+        assert node.reason_s == 7.0
         assert (node.boot_s, node.slurmd_start_s, node.partitions) == (5.0, None, ("a", "b"))
 
     with_pyslurm(python, test)

@@ -3,6 +3,7 @@
 import contextlib
 import json
 import re
+from datetime import UTC, datetime
 from pathlib import Path
 from typing import Any
 
@@ -108,12 +109,13 @@ def test_what_looks_like_a_key_in_a_reason_is_none() -> None:
     reason = "slow BootTime=2026-11-21T15:09:06 CPUTot=9"
     (node,) = text.read_nodes(f"NodeName=n1 State=DOWN Reason={reason} [root@2026-11-21T15:09:06] Extra=z\n")
     assert (node.reason, node.boot_s, node.cpus) == (reason, None, 0)
+    assert node.reason_s == datetime(2026, 11, 21, 15, 9, 6, tzinfo=UTC).timestamp()
 
 
 def test_the_reason_of_a_state_that_is_over_is_none() -> None:
     """24.11 keeps it."""
     (node,) = text.read_nodes("NodeName=n1 State=ALLOCATED Reason=drained once [root@2026-11-21T15:09:06]\n")
-    assert node.reason == ""
+    assert (node.reason, node.reason_s) == ("", None)
 
 
 def said() -> list[Any]:

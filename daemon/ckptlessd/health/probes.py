@@ -1,0 +1,81 @@
+"""Which probes look at this node: those that come along, the site's commands, and installed ones."""
+
+import logging
+import re
+from collections.abc import Callable, Sequence
+from importlib.metadata import entry_points
+from pathlib import Path
+
+from ckptless.daemon.ckptlessd.health.commands import CommandProbe, MountProbe
+from ckptless.daemon.ckptlessd.health.host import DiskProbe, HostProbe
+from ckptless.daemon.ckptlessd.health.kernel_log import KernelLogProbe
+from ckptless.daemon.ckptlessd.health.links import LinkProbe
+from ckptless.daemon.ckptlessd.health.nvml import NvmlProbe
+from ckptless.daemon.ckptlessd.health.probe import Finding, Probe
+from ckptless.daemon.protocol.limits import one_line
+from ckptless.daemon.settings.options import HealthSettings
+
+logger = logging.getLogger(__name__)
+
+GROUP = "ckptless.health"
+# A name stands in the reasons of drained nodes.
+MAX_NAME = 32
+_NAME = re.compile(rf"[a-z0-9][a-z0-9-]{{0,{MAX_NAME - 1}}}")
+# Folders that need room, beside those of the settings.
+_NEED_ROOM = ("/", "/tmp", "/var")
+
+
+class _Absent:
+    """A probe that cannot be had, and why."""
+
+    interval_s = deadline_s = 60.0
+
+    def __init__(self, why: str) -> None:
+        self._why = why
+
+    def missing(self) -> str:
+        return self._why
+
+    def look(self) -> Sequence[Finding]:
+        raise RuntimeError(self._why)
+
+    def close(self) -> None:
+        pass
+
+
+def probes(settings: HealthSettings, state_dir: str, is_idle: Callable[[], bool]) -> dict[str, Probe]:
+    """Return the probes by their names. `is_idle`: whether it is known that no job is on this node."""
+    rooms = dict.fromkeys((*_NEED_ROOM, state_dir, *settings.disks))
+    found: dict[str, Probe] = {
+        "kernel-log": KernelLogProbe(),
+        "disk": DiskProbe([Path(room) for room in rooms]),
+        "host": HostProbe(),
+        "link": LinkProbe(),
+        "nvml": NvmlProbe(lambda: not is_idle()),
+    }
+    if settings.mounts:
+        found["mount"] = MountProbe(settings.mounts)
+    for name, line in (settings.commands or {}).items():
+        found[f"command-{name}"] = CommandProbe(line)
+    for entry in entry_points(group=GROUP):
+        name = one_line(entry.name[:MAX_NAME])
+        if name in found:
+            logger.warning(
+                "health: %s, of %s, does not look: there is a probe of its name", name, entry.value
+            )
+        elif name not in settings.off:
+            found[name] = _installed(entry.name, entry.load)
+    return {name: probe for name, probe in found.items() if name not in settings.off}
+
+
+def _installed(name: str, load: Callable[[], Callable[[], Probe]]) -> Probe:
+    """Return the probe of an entry point, which is a class or a function without arguments."""
+    if not _NAME.fullmatch(name):
+        return _Absent(f"its name must be of small letters, digits and hyphens, {MAX_NAME} at most")
+    try:
+        probe = load()()
+        if not (probe.interval_s > 0 and probe.deadline_s > 0):
+            return _Absent("its interval_s and deadline_s must be more than 0")
+        return probe
+    except (Exception, SystemExit) as error:  # noqa: BLE001  (somebody else's code; the daemon has to live)
+        return _Absent(f"it cannot be loaded: {type(error).__name__}: {error}")

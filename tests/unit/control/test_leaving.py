@@ -1,0 +1,161 @@
+"""The leader has the job leave nodes that live: one after the other, and where it can go on without them."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+
+from ckptless.daemon.ckptlessd.recovery import events as e
+from ckptless.daemon.ckptlessd.recovery.events import Leave
+from ckptless.daemon.protocol import messages as m
+from ckptless.daemon.protocol.records import EventRecord
+
+from .lease_nodes import Node, lost_by
+from .recovering import Job, kinds
+
+FAN = Leave("a fan stands still", "health")
+AT_ONCE = Leave("a GPU is gone", "health", at_once=True, shrink=True)
+ADMINS = Leave("Slurm drains it: new cables", "operator", shrink=True)
+
+
+def says(node: int, leave: Leave | None, **more: Any) -> e.PeerUp:
+    """A daemon tells where it stands."""
+    return e.PeerUp(node, e.Standing(1, 0, "running", index=1, unwell=leave, **more))
+
+
+def told(job: Job, kind: str) -> list[str]:
+    writes = [output for output in job.node.told.outputs if isinstance(output, e.Write)]
+    rows = [row for write in writes for row in write.records if isinstance(row, EventRecord)]
+    return [row.text for row in rows if row.kind == kind]
+
+
+def stops(job: Job) -> list[str]:
+    return [order.reason for order in job.node.told.orders if isinstance(order, m.Stop)]
+
+
+def places(job: Job) -> list[int]:
+    assignment = job.node.control.job.assignment
+    assert assignment is not None
+    return [place.node for place in assignment.places]
+
+
+def trains_again(job: Job) -> None:
+    for phase in ("joined", "restored"):
+        for node in range(4):
+            job.say(node, phase)
+    assert job.stage() == "running"
+
+
+def test_ranks_move_first_and_their_node_is_out_once_it_has_none() -> None:
+    job = Job()
+    job.node.feed(says(1, FAN))
+    job.node.wait(0.5)
+    assert stops(job) == ["its ranks leave node-1: a fan stands still"]
+    assert job.lost == []
+    job.freeze(0, 2, 3)
+    job.say(1, "left", frozen=True)
+    assert (job.generation, places(job)) == (2, [0, 3, 2])
+    assignment = job.node.control.job.assignment
+    assert assignment is not None
+    # It has given its state, and nobody is to blame.
+    assert (assignment.rung, assignment.faults) == ("spare", ())
+    assert 1 in [info.node for info in assignment.nodes]
+    trains_again(job)
+    assert job.lost == []
+    job.node.wait(0.5)
+    assert job.lost == [1]
+    view = job.node.control.job.nodes[1]
+    assert (view.lost, view.lost_source) == ("a fan stands still", "health")
+    assert (job.stage(), job.generation) == ("running", 2)
+
+
+def test_one_that_is_not_trusted_is_lost_at_once() -> None:
+    job = Job()
+    job.node.feed(says(1, AT_ONCE))
+    job.node.wait(0.5)
+    assert job.lost == [1]
+    assert job.stage() == "stopping"
+    # The others hear it from here.
+    assert [lost[0] for lost in job.node.told.meetings[-1].lost] == [1]
+
+
+def test_a_spare_that_is_not_well_is_out_and_nobody_stops() -> None:
+    job = Job()
+    job.node.feed(says(3, FAN))
+    assert kinds(job.node.wait(0.5)) == []
+    assert (job.lost, job.stage()) == ([3], "running")
+
+
+@pytest.mark.parametrize("leave", [FAN, AT_ONCE, ADMINS])
+def test_without_a_spare_it_stays_and_that_is_told_once(leave: Leave) -> None:
+    job = Job()
+    job.node.feed(lost_by(3, "its agent is gone"))
+    job.node.feed(says(1, leave))
+    job.node.wait(2.0)
+    assert (job.lost, job.stage()) == ([3], "running")
+    (text,) = told(job, "stays")
+    assert text.startswith(f"node-1 is to be left ({leave.reason}), and stays: ")
+
+
+def test_one_node_at_a_time() -> None:
+    """A check that is wrong is wrong on all nodes at once."""
+    job = Job()
+    job.node.feed(*(says(node, AT_ONCE) for node in (1, 2, 3)), e.Unwell(AT_ONCE))
+    job.node.wait(2.0)
+    assert len(job.lost) == 1
+
+
+def test_what_is_taken_back_is_not_done() -> None:
+    job = Job()
+    job.node.feed(lost_by(3, "its agent is gone"), says(1, FAN))
+    job.node.wait(0.5)
+    job.node.feed(says(1, None))
+    assert job.node.control.job.unwell == {}
+
+
+def test_its_own_daemon_s_word_reaches_the_leader_with_where_it_stands() -> None:
+    node = Node(1, 4)
+    found = node.feed(e.Unwell(FAN))
+    assert [standing.unwell for standing in found.meetings] == [FAN]
+    assert [out.node for out in found.outputs if isinstance(out, e.Meet)] == [0]
+    assert node.feed(e.Unwell(None)).meetings[-1].unwell is None
+
+
+def test_nodes_that_slurm_drains_are_left_too_by_the_leader_s_own_word() -> None:
+    job = Job()
+    job.node.feed(e.Drained({2: ADMINS}))
+    job.node.wait(0.5)
+    assert stops(job) == ["its ranks leave node-2: Slurm drains it: new cables"]
+    job.node.feed(e.Drained({}))
+    assert job.node.control.job.drained == {}
+
+
+def test_nobody_leaves_in_the_middle_of_a_recovery() -> None:
+    job = Job()
+    job.raises()
+    job.node.feed(says(2, AT_ONCE))
+    job.node.wait(2.0)
+    assert job.lost == []
+
+
+def test_where_the_spare_is_lost_meanwhile_its_ranks_stay() -> None:
+    job = Job()
+    job.node.feed(says(1, FAN))
+    job.node.wait(0.5)
+    assert job.stage() == "stopping"
+    job.node.feed(lost_by(3, "its agent is gone"))
+    job.freeze(0, 2)
+    job.say(1, "left", frozen=True)
+    assert (job.generation, places(job), job.outcome()) == (2, [0, 1, 2], None)
+
+
+def test_a_fault_beside_it_is_answered_in_the_same_plan() -> None:
+    job = Job()
+    job.node.feed(says(2, FAN))
+    job.node.wait(0.5)
+    job.freeze(0, 1, 2, 3)  # rank 1 has raised
+    assert (job.generation, places(job)) == (2, [0, 1, 3])
+    assignment = job.node.control.job.assignment
+    assert assignment is not None
+    assert len(assignment.faults) == 1

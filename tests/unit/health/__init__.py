@@ -1,0 +1,1 @@
+"""Tests of ckptless.daemon.ckptlessd.health."""
