@@ -35,9 +35,9 @@ def newly_leaving(
     found: list[tuple[int, str]] = []
     for number, node in here:
         if node.draining and not node.reason.startswith(mark):
-            found.append((number, f"Slurm drains it: {node.reason}"))
+            found.append((number, f"drained in Slurm: {node.reason}"))
         elif node.maintained and not in_its_own:
-            found.append((number, "a reservation for its maintenance has begun"))
+            found.append((number, "reserved for its maintenance from now on"))
     return found
 
 

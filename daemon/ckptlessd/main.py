@@ -92,6 +92,8 @@ async def _serve(settings: Settings, name: str) -> int:
     watch = cluster.watch(lambda: service.jobs, settings.slurm.poll_s, service.requeue_memory, service.ledger)
     looking = health.run(probes(settings.health, settings.daemon.state_dir, cluster.is_idle))
     tasks = [asyncio.create_task(watch), asyncio.create_task(looking)]
+    for task in tasks:
+        task.add_done_callback(_tell_failed)
     watchdog = supervised.watchdog(period_s(os.environ))
     if watchdog is not None:
         tasks.append(asyncio.create_task(watchdog.run()))
@@ -103,6 +105,12 @@ async def _serve(settings: Settings, name: str) -> int:
             task.cancel()
         await asyncio.gather(*tasks, return_exceptions=True)
         await cluster.aclose()
+
+
+def _tell_failed(task: "asyncio.Task[None]") -> None:
+    """What watches, and ends before the daemon does, is missed by nobody else."""
+    if not task.cancelled() and (error := task.exception()) is not None:
+        logger.error("a part of this daemon has failed; jobs go on without it", exc_info=error)
 
 
 @dataclass

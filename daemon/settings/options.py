@@ -262,15 +262,15 @@ class HealthSettings:
 
     `act`: the most that is done. `most_per_hour`: so many nodes of the cluster one probe's word may drain
     within an hour. `undrain_after_s`: a node that was drained for its health, and is well for so long, is
-    undrained; None: never. `off`: probes that do not look. `disks`: folders that need room; `mounts`: file
-    systems that have to answer. `commands`: lines to run, by a name; `actions`: what is done for a finding,
-    by its code, where the table says something else.
+    undrained; None: never. `without`: probes that do not look. `disks`: folders that need room; `mounts`:
+    file systems that have to answer. `commands`: lines to run, by a name; `actions`: what is done for a
+    finding, by its code, where the table says something else.
     """
 
     act: Action = choice(among=get_args(Action)).default("evict")
     most_per_hour: int = number(low=0, high=1000).default(2)
     undrain_after_s: float | None = span(low=60, high=30 * 86400, such_as="1h", nothing="left out").default()
-    off: tuple[str, ...] = Option(
+    without: tuple[str, ...] = Option(
         words=("a list of probes, each once, such as [nvml, link]",), read=names, restart=True
     ).default(())
     disks: tuple[str, ...] = Option(

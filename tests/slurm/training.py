@@ -7,7 +7,7 @@ import re
 import secrets
 import sys
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -28,24 +28,31 @@ POLL_S = 0.1
 DEADLINE_S = 90.0
 # The job runs at this pace for as long as its file "slow" is there.
 SLEEP_S = 0.1
+PACKAGES = "/etc/ckptless/packages"
 YAML = "version: 1\nmax_stall: 60s\nslurm: {backend: commands, poll: 1s}\n"
 
 
-def make_site(
+def make_site(  # noqa: PLR0917  # what a site may have
     directory: Path,
     build: Path,
     nodes: int,
     conf: dict[str, str] | None = None,
     lines: tuple[str, ...] = (),
     yaml: str = YAML,
+    more: Mapping[str, str] | None = None,
 ) -> Cluster:
-    """A cluster, still off, with ckptlessd on every node and the plugin in Slurm."""
+    """A cluster, still off, with ckptlessd on every node and the plugin in Slurm.
+
+    `more` are files of Python's, by name, that the daemons can import.
+    """
     plugin = miniconf.build("spank", "ckptless_spank.so", build)
-    daemon = Service(name="ckptlessd", argv=(str(BIN / "ckptlessd"), "--verbose"))
+    env = {"PYTHONPATH": PACKAGES} if more else {}
+    daemon = Service(name="ckptlessd", argv=(str(BIN / "ckptlessd"), "--verbose"), env=env)
     files: dict[str, str | bytes] = {
         "/etc/ckptless/ckptless.yaml": yaml,
         "/etc/slurm/plugstack.conf": f"optional {PLUGIN} launcher={BIN / 'ckptless-run'}\n",
         PLUGIN: plugin.read_bytes(),
+        **{f"{PACKAGES}/{name}": text for name, text in (more or {}).items()},
     }
     conf = {"PrologFlags": "Alloc", **(conf or {})}
     plan = Plan(nodes=nodes, services=(daemon,), conf=conf, lines=lines, rootfs=miniconf.ROOTFS)

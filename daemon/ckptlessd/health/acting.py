@@ -137,7 +137,7 @@ class Acting:
             self.told(verdict, "drained")
             return
         evict = action == "evict"
-        reason = f"health, {verdict.key.probe}: {verdict.words}"
+        reason = f"unwell ({verdict.key.probe}: {verdict.words})"
         self.leave(Leave(reason, "health", at_once=evict, shrink=evict))
         where = "" if evict else " for a spare, where they have one"
         self.told(verdict, f"drained, and jobs leave it{where}")

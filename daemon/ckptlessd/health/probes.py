@@ -63,9 +63,9 @@ def probes(settings: HealthSettings, state_dir: str, is_idle: Callable[[], bool]
             logger.warning(
                 "health: %s, of %s, does not look: there is a probe of its name", name, entry.value
             )
-        elif name not in settings.off:
+        elif name not in settings.without:
             found[name] = _installed(entry.name, entry.load)
-    return {name: probe for name, probe in found.items() if name not in settings.off}
+    return {name: probe for name, probe in found.items() if name not in settings.without}
 
 
 def _installed(name: str, load: Callable[[], Callable[[], Probe]]) -> Probe:

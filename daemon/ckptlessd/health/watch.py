@@ -54,19 +54,19 @@ class Health:
         """Look until cancelled."""
         await self._recall(probes)
         self._looking = Looking(probes, self._hear)
-        task = asyncio.create_task(self._looking.run())
-        try:
-            while True:
-                await asyncio.sleep(LOOK_S)
-                for over in self._verdicts.expire(self._now()):
-                    logger.info("health: %s is over", over.words)
-                    self._keep(over, ended=True)
-                    self._done.pop(over.key, None)
-                await self._acting.look(self._verdicts.standing)
-                self._word_jobs()
-        finally:
-            task.cancel()
-            await asyncio.gather(task, return_exceptions=True)
+        async with asyncio.TaskGroup() as tasks:
+            tasks.create_task(self._looking.run())
+            tasks.create_task(self._act())
+
+    async def _act(self) -> None:
+        while True:
+            await asyncio.sleep(LOOK_S)
+            for over in self._verdicts.expire(self._now()):
+                logger.info("health: %s is over", over.words)
+                self._keep(over, ended=True)
+                self._done.pop(over.key, None)
+            await self._acting.look(self._verdicts.standing)
+            self._word_jobs()
 
     def report(self, *, evidence: bool) -> HealthReport:
         """Return how this node is; `evidence`: whoever asks may read the kernel's log as well."""

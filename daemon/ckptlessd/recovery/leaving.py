@@ -54,7 +54,9 @@ class Leaving:
                 job.meet()
                 return None
             self.nodes = frozenset((node,))
-            return f"its ranks leave node-{node}: {leave.reason}"
+            text = f"its ranks leave node-{node}, which is {leave.reason}"
+            job.announce(Line("info", "leaves", text), now)
+            return text
         return None
 
     def plan(self, situation: plan.Situation) -> m.Assignment:

@@ -14,9 +14,9 @@ from ckptless.daemon.protocol.records import EventRecord
 from .lease_nodes import Node, lost_by
 from .recovering import Job, kinds
 
-FAN = Leave("a fan stands still", "health")
-AT_ONCE = Leave("a GPU is gone", "health", at_once=True, shrink=True)
-ADMINS = Leave("Slurm drains it: new cables", "operator", shrink=True)
+FAN = Leave("unwell (a fan)", "health")
+AT_ONCE = Leave("unwell (a GPU is gone)", "health", at_once=True, shrink=True)
+ADMINS = Leave("drained in Slurm: new cables", "operator", shrink=True)
 
 
 def says(node: int, leave: Leave | None, **more: Any) -> e.PeerUp:
@@ -51,7 +51,7 @@ def test_ranks_move_first_and_their_node_is_out_once_it_has_none() -> None:
     job = Job()
     job.node.feed(says(1, FAN))
     job.node.wait(0.5)
-    assert stops(job) == ["its ranks leave node-1: a fan stands still"]
+    assert stops(job) == ["its ranks leave node-1, which is unwell (a fan)"]
     assert job.lost == []
     job.freeze(0, 2, 3)
     job.say(1, "left", frozen=True)
@@ -66,7 +66,7 @@ def test_ranks_move_first_and_their_node_is_out_once_it_has_none() -> None:
     job.node.wait(0.5)
     assert job.lost == [1]
     view = job.node.control.job.nodes[1]
-    assert (view.lost, view.lost_source) == ("a fan stands still", "health")
+    assert (view.lost, view.lost_source) == ("unwell (a fan)", "health")
     assert (job.stage(), job.generation) == ("running", 2)
 
 
@@ -126,7 +126,7 @@ def test_nodes_that_slurm_drains_are_left_too_by_the_leader_s_own_word() -> None
     job = Job()
     job.node.feed(e.Drained({2: ADMINS}))
     job.node.wait(0.5)
-    assert stops(job) == ["its ranks leave node-2: Slurm drains it: new cables"]
+    assert stops(job) == ["its ranks leave node-2, which is drained in Slurm: new cables"]
     job.node.feed(e.Drained({}))
     assert job.node.control.job.drained == {}
 

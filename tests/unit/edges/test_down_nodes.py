@@ -18,7 +18,7 @@ def node(name: str, state: str = "ALLOCATED", *flags: str, reason: str = "") -> 
 @pytest.mark.parametrize(
     ("drained", "found"),
     [
-        (node("node02", "ALLOCATED", "DRAIN", reason="fan"), [(1, "Slurm drains it: fan")]),
+        (node("node02", "ALLOCATED", "DRAIN", reason="fan"), [(1, "drained in Slurm: fan")]),
         (node("node02", "ALLOCATED", "DRAIN", reason="ckptless: job 4: it is dark"), []),
         (node("node09", "ALLOCATED", "DRAIN", reason="fan"), []),
         (node("node02"), []),
@@ -34,12 +34,12 @@ def test_a_node_that_somebody_else_drains(drained: Node, found: list[tuple[int, 
 def test_a_reservation_for_maintenance_that_begins() -> None:
     """Some of its nodes are left; a job of which all nodes are in one has been started in it."""
     maintained = [node("node02", "MIXED", "MAINTENANCE"), node("node03", "ALLOCATED", "MAINTENANCE")]
-    text = "a reservation for its maintenance has begun"
+    text = "reserved for its maintenance from now on"
     assert newly_leaving(NAMES, (), [node("node01"), *maintained], OURS) == [(1, text), (2, text)]
     assert newly_leaving(NAMES, (0,), [node("node01"), *maintained], OURS) == []
     assert newly_leaving(NAMES, (2,), [node("node01"), *maintained], OURS) == [(1, text)]
     drained = node("node02", "MIXED", "MAINTENANCE", "DRAIN", reason="fan")
-    assert newly_leaving(NAMES[1:], (), [drained, maintained[1]], OURS) == [(0, "Slurm drains it: fan")]
+    assert newly_leaving(NAMES[1:], (), [drained, maintained[1]], OURS) == [(0, "drained in Slurm: fan")]
 
 
 def test_a_name_that_has_come_again_is_the_later_number() -> None:

@@ -128,7 +128,7 @@ def test_slurm_is_told_first_and_the_jobs_a_moment_later(controller: Controller)
     assert daemon.said == []
     daemon.after(0.2, verdict())
     assert daemon.leave == Leave(
-        "health, kernel-log: xid-79 (GPU 0000:4e:00): the GPU has fallen off the bus",
+        "unwell (kernel-log: xid-79 (GPU 0000:4e:00): the GPU has fallen off the bus)",
         "health",
         at_once=True,
         shrink=True,

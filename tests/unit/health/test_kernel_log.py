@@ -673,7 +673,7 @@ def test_the_real_log_does_not_believe_a_process() -> None:
     os.lseek(reader, 0, os.SEEK_END)
     writer = os.open(KMSG, os.O_WRONLY)
     for level in ("", "<3>", "<0>", "<24>"):
-        os.write(writer, f"{level}{line}".encode())
+        os.write(writer, f"{level}{line}\n".encode())
     os.close(writer)
     # They are there, and would be findings if the kernel had written them.
     written: list[bytes] = []

@@ -107,6 +107,15 @@ replication: {bandwidth: 2GB/s, interface: ib0}
 comm: {interface: 10.3.0.0/16}
 elastic:
   {allow: false, partitions: [gpu, a-b], qos: [low], draw_in: false, give_way: true, leave_drained: true}
+health:
+  act: drain
+  most_per_hour: 5
+  undrain_after: 1h
+  without: [nvml]
+  disks: [/local]
+  mounts: [/home, /scratch/a b]
+  commands: {nhc: "/usr/sbin/nhc -a"}
+  actions: {xid-13: drain, our-own: move}
 budgets: {raise_tries: 2, process_tries: 4, flap_tries: 6, flap_window: 30m}
 """
     )
@@ -125,6 +134,13 @@ budgets: {raise_tries: 2, process_tries: 4, flap_tries: 6, flap_window: 30m}
     assert not found.elastic.draw_in
     assert found.elastic.give_way
     assert found.elastic.leave_drained
+    health = found.health
+    assert (health.act, health.most_per_hour, health.undrain_after_s) == ("drain", 5, 3600.0)
+    assert (health.without, health.disks) == (("nvml",), ("/local",))
+    assert health.mounts == ("/home", "/scratch/a b")
+    assert health.commands == {"nhc": "/usr/sbin/nhc -a"}
+    assert health.actions == {"xid-13": "drain", "our-own": "move"}
+    assert files.load(as_yaml(found)).health == health
     assert found.limits(start_tries=2) == Limits(
         pong_s=5.0,
         leave_s=7.5,
@@ -431,6 +447,29 @@ def test_a_list_of_partitions(files: Files) -> None:
     assert files.load(as_yaml(found)).elastic == found.elastic
     (row,) = (one for one in shown(found) if one.key == "elastic.partitions")
     assert (row.value, row.text) == (("gpu", "#x", "0x1", "a:b"), "[gpu, '#x', '0x1', 'a:b']")
+
+
+@pytest.mark.parametrize(
+    ("key", "written", "says"),
+    [
+        ("act", "reboot", "it must be note, drain, move or evict"),
+        ("most_per_hour", "-1", "it must be a number from 0 to 1000"),
+        ("undrain_after", "5s", "such as 1h, or left out"),
+        ("mounts", "[home]", "it must be a list of absolute paths, each once, such as [/home, /scratch]"),
+        ("disks", "/local", "it must be a list of absolute paths, each once, such as [/local, /scratch]"),
+        *(
+            ("commands", text, "names with commands by their absolute paths, as in `nhc: /usr/sbin/nhc -a`")
+            for text in ("nhc", "{nhc: nhc}", "{nhc: ''}", "{NHC: /bin/nhc}", "{a: [/b]}", '{a: "/b \'"}')
+        ),
+        *(
+            ("actions", text, "codes with note, drain, move or evict, as in `xid-13: drain`")
+            for text in ("{xid-13: reboot}", "[xid-13]", "{13: drain}", "{xid 13: drain}")
+        ),
+    ],
+)
+def test_no_rule_for_health(files: Files, key: str, written: str, says: str) -> None:
+    with pytest.raises(UsageError, match=rf"line 3: health\.{key} is .*{re.escape(says)}"):
+        files.load(f"version: 1\nhealth:\n  {key}: {written}\n")
 
 
 @pytest.mark.parametrize(
