@@ -51,16 +51,19 @@ class _Running:
         """Return its exit code, negative for a signal; None: it goes on at `until_s` (monotonic)."""
         poll = select.poll()
         poll.register(self._out, select.POLLIN)
-        while (left_s := until_s - time.monotonic()) > 0 and self._process.poll() is None:
+        while (left_s := until_s - time.monotonic()) > 0 and self._ended() is None:
             if self._open:
                 poll.poll(min(left_s, _SLICE_S) * 1000)
                 self._take()
             else:
                 with contextlib.suppress(subprocess.TimeoutExpired):
                     self._process.wait(timeout=left_s)
-        code = self._process.poll()
+        code = self._ended()
         self._take()
         return code
+
+    def _ended(self) -> int | None:
+        return self._process.poll()  # no deadline: it does not wait
 
     def end(self) -> bool:
         """End it, and what it has started; False where the kernel does not let it."""
@@ -92,7 +95,7 @@ class _Running:
             self._kill()
 
     def _kill(self) -> None:
-        if self._process.poll() is None:
+        if self._ended() is None:
             os.killpg(self._process.pid, signal.SIGKILL)
 
 

@@ -32,7 +32,9 @@ _HW = r"\[Hardware Error\]:"
 _PATTERNS: tuple[tuple[str, str], ...] = (
     ("nvswitch", rf"nvidia-nvswitch\d+: SXid \(PCI:({_PCI})\): \d+, "),
     ("machine-check", rf"mce: {_HW} (CPU \d+): Machine Check Exception: "),
-    ("machine-check", rf"(?:\{{\d+\}})?{_HW} +event severity: (?:fatal|recoverable)"),
+    ("machine-check", rf"(?:\{{\d+\}})?{_HW} +event severity: fatal"),
+    # Of anything: what it was, memory or PCIe, the kernel says in lines of its own.
+    ("hardware-error", rf"(?:\{{\d+\}})?{_HW} +event severity: recoverable"),
     ("machine-check", rf"{_HW} (?:Uncorrected, software |System Fatal error)"),
     ("machine-check-corrected", rf"(?:\{{\d+\}})?{_HW} +event severity: corrected"),
     ("machine-check-corrected", rf"mce: {_HW} Machine check events logged"),

@@ -119,7 +119,7 @@ class Looking:
 
         def close() -> None:
             if last is not None:
-                last.join()
+                last.join()  # no deadline: it may hang for ever, and this thread with it
             one.probe.close()
 
         with contextlib.suppress(_ProbeError, TimeoutError):

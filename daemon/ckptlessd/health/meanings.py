@@ -83,6 +83,7 @@ TABLE: dict[str, Meaning] = {
     # Of the kernel log.
     "nvswitch": _event("note", "an NVSwitch reports an error"),
     "machine-check": _event("move", "the processor reports an error that it could not correct"),
+    "hardware-error": _event("note", "the firmware reports an error that can be recovered from"),
     "machine-check-corrected": _event("note", "the processor has corrected an error"),
     "memory-uncorrected": _event("move", "the memory has an error that could not be corrected"),
     "memory-corrected": _event("note", "the memory has corrected an error"),

@@ -96,7 +96,7 @@ PROCESSORS = [
     ),
     ("mce: [Hardware Error]: Machine check events logged", "machine-check-corrected", ""),
     ("{1}[Hardware Error]: event severity: fatal", "machine-check", ""),
-    ("{12}[Hardware Error]: event severity: recoverable", "machine-check", ""),
+    ("{12}[Hardware Error]: event severity: recoverable", "hardware-error", ""),
     ("[Hardware Error]: event severity: fatal", "machine-check", ""),
     ("{2}[Hardware Error]: event severity: corrected", "machine-check-corrected", ""),
     # AMD, by edac_mce_amd
