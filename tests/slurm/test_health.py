@@ -125,24 +125,19 @@ def test_a_probe_that_lies_on_all_nodes_empties_no_cluster_and_ends_no_job(site:
 
 
 def test_verdicts_outlast_their_daemon(site: Cluster) -> None:
-    lamp(site, "node04", "xid-62", "clock")
     waiting = Training(site)  # for its clock and its patience alone
 
-    def is_done() -> bool:
-        return any("jobs leave it" in one["done"] for one in health(site, "node04")[1]["verdicts"])
+    def known(what: str) -> list[str]:
+        """The verdicts of node04's daemon, where it is up."""
+        done = site.run("node04", "ckptctl", "--json", "health", check=False)
+        return [one[what] for one in json.loads(done.stdout)["verdicts"]] if done.returncode == 0 else []
 
-    waiting.wait(is_done, "it is drained")
+    lamp(site, "node04", "xid-62", "clock")
+    waiting.wait(lambda: "drained, and jobs leave it" in known("done"), "it is drained")
     lamp(site, "node04")
     site.service_stop("node04", "ckptlessd")
     site.service_start("node04", "ckptlessd")
-
-    def stands() -> list[str]:
-        done = site.run("node04", "ckptctl", "--json", "health", check=False)
-        if done.returncode:
-            return []
-        return [one["code"] for one in json.loads(done.stdout)["verdicts"]]
-
-    waiting.wait(lambda: "xid-62" in stands(), "the daemon knows it again")
+    waiting.wait(lambda: "xid-62" in known("code"), "the daemon knows it again")
     text = site.run("node04", "ckptctl", "health").stdout
     assert text.startswith("node04 is not well; at most done for a finding: evict\n")
     row = r"^\S+.* lamp +xid-62 +GPU 0 +\d+ +evict +drained, and jobs leave it +the lamp is red$"
