@@ -1,7 +1,7 @@
 """`python -m tests.mutants.named`: mistakes by name, and for each the test that has to find it.
 
-Each breaks one rule of docs/agreement.md or docs/membership.md. A mutant is a quote that stands in its file
-once, and what stands there instead. First each test runs without any mistake.
+Each breaks one rule of docs/agreement.md, docs/membership.md or docs/admin.md. A mutant is a quote
+that stands in its file once, and what stands there instead. First each test runs without any mistake.
 """
 
 from __future__ import annotations
@@ -13,6 +13,7 @@ from functools import partial
 import pytest
 
 from .reached import Check
+from .rules_of_health import HEALTH
 from .rules_of_orders import ORDERS
 from .rules_of_votes import VOTES
 from .warm import FOUND, PASSED, Fork, Say, allow, passes, waited, with_tests
@@ -21,7 +22,7 @@ from .warm import FOUND, PASSED, Fork, Say, allow, passes, waited, with_tests
 EACH_S = 5.0
 
 
-NAMED = ORDERS + VOTES
+NAMED = ORDERS + VOTES + HEALTH
 
 
 def main() -> int:

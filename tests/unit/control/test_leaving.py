@@ -135,8 +135,16 @@ def test_nobody_leaves_in_the_middle_of_a_recovery() -> None:
     job = Job()
     job.raises()
     job.node.feed(says(2, AT_ONCE))
-    job.node.wait(2.0)
+    job.node.wait(1.0)
+    job.freeze(0, 1, 2, 3)
+    assert job.stage() == "joining"
+    job.node.wait(1.0)
     assert job.lost == []
+    for phase in ("joined", "restored"):
+        for node in range(4):
+            job.say(node, phase)
+    job.node.wait(0.5)
+    assert job.lost == [2]
 
 
 def test_where_the_spare_is_lost_meanwhile_its_ranks_stay() -> None:

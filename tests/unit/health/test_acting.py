@@ -194,6 +194,15 @@ def test_a_second_finding_finds_the_node_drained(controller: Controller) -> None
     assert daemon.own.orders == ["drain"]
 
 
+def test_a_second_finding_of_the_probe_waits_as_well(controller: Controller) -> None:
+    daemon = Daemon("n1", controller)
+    daemon.look(verdict("link-flap"))
+    daemon.after(1.0, verdict(), verdict("link-flap"))
+    assert daemon.said == []
+    daemon.after(ASK_S, verdict(), verdict("link-flap"))
+    assert daemon.leave is not None
+
+
 def test_jobs_may_stay_once_it_is_well(controller: Controller) -> None:
     daemon = Daemon("n1", controller)
     daemon.look(verdict())

@@ -1,0 +1,62 @@
+"""Mistakes against the rules of a node's health, see docs/admin.md and docs/design/recovery.md."""
+
+from __future__ import annotations
+
+from .rule import RECOVERY, Named, of
+
+HEALTH: tuple[Named, ...] = (
+    *of(
+        "daemon/ckptlessd/health/acting.py",
+        "unit/health/test_acting.py",
+        (
+            "a node acts without having looked at the others",
+            "if mine.reason.startswith(mark) and mark not in self._confirmed:",
+            "if False:",
+            "test_a_probe_that_is_wrong_everywhere_takes_out_few",
+        ),
+        (
+            "a node acts at once after its mark",
+            "if now_s - self._marked.get(mark, 0.0) < SETTLED_S:",
+            "if False:",
+            "test_a_second_finding_of_the_probe_waits_as_well",
+        ),
+        (
+            "somebody else's drain is taken for our own",
+            "if not mine.reason.startswith(OURS):",
+            "if False:",
+            "test_what_somebody_else_has_drained_is_left_as_it_is",
+        ),
+        (
+            "somebody else's drain is taken back",
+            "and not mine.down and mine.reason.startswith(OURS):",
+            "and not mine.down:",
+            "test_what_somebody_else_has_drained_is_left_as_it_is",
+        ),
+    ),
+    *of(
+        "daemon/ckptlessd/health/verdicts.py",
+        "unit/health/test_verdicts.py",
+        (
+            "strikes are counted for ever",
+            "self._strikes[0] < now_s - self.meaning.window_s or",
+            "",
+            "test_an_event_counts_by_its_strikes_in_a_window",
+        ),
+    ),
+    *of(
+        f"{RECOVERY}/leaving.py",
+        "unit/control/test_leaving.py",
+        (
+            "a node is left in the middle of a recovery",
+            'job.stage != "running" or ',
+            "",
+            "test_nobody_leaves_in_the_middle_of_a_recovery",
+        ),
+        (
+            "the job ends where the spare is lost meanwhile",
+            "            except plan.NoPlanError:\n",
+            "            except ZeroDivisionError:\n",
+            "test_where_the_spare_is_lost_meanwhile_its_ranks_stay",
+        ),
+    ),
+)
