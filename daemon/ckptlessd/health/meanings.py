@@ -124,6 +124,11 @@ def meaning(code: str, own: Mapping[str, Action]) -> Meaning:
     return found._replace(action=own[code]) if code in own else found
 
 
+def concerns_jobs(code: str, action: Action) -> bool:
+    """Whether the jobs on the node should have it in their story: what may be why something fails there."""
+    return action != "note" or code.startswith(("xid-", "gpu-")) or code.endswith("out-of-memory")
+
+
 def xid_of(code: str) -> int | None:
     """Return the number of an Xid, of which the code is "xid-79"."""
     number = code.removeprefix("xid-")

@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING
 
 from ckptless.daemon.ckptlessd.health.acting import Acting, Nodes
 from ckptless.daemon.ckptlessd.health.looking import Looking
+from ckptless.daemon.ckptlessd.health.meanings import concerns_jobs
 from ckptless.daemon.ckptlessd.health.probe import Finding, Probe
 from ckptless.daemon.ckptlessd.health.verdicts import Key, Verdict, Verdicts
 from ckptless.daemon.ckptlessd.recovery import events as e
@@ -84,7 +85,7 @@ class Health:
     def _hear(self, probe: str, findings: Sequence[Finding]) -> None:
         for begun in self._verdicts.hear(probe, findings, self._now()):
             logger.warning("health: %s: %s", begun.words, begun.evidence)
-            for run in self._open():
+            for run in self._open() if concerns_jobs(begun.key.code, begun.meaning.action) else ():
                 run.note("warning", "health", f"{self._name}: {begun.words}")
             self._keep(begun)
 

@@ -77,9 +77,14 @@ class Leaving:
         """Return why the job cannot go on without the node, or None."""
         job = self.job
         assert job.spec is not None
+        slots = [job.nodes[place.node].slot(place.slot) for place in assignment.places]
+        if not all(slot is not None for slot in slots):
+            return "not all of its ranks are heard of yet"
+        if not all(slot.hooked for slot in slots if slot is not None):
+            return "a script that does not use ckptless.run would begin anew"
         if not leave.shrink and assignment.ranks_on(node):
-            slots = job.spec.slots_per_node
-            if eviction.homeless_after(assignment, job.nodes, slots, node) > 0:
+            per_node = job.spec.slots_per_node
+            if eviction.homeless_after(assignment, job.nodes, per_node, node) > 0:
                 return "there is no spare for its ranks"
         return eviction.refusal(job, node, force=False)
 

@@ -98,6 +98,17 @@ def test_without_a_spare_it_stays_and_that_is_told_once(leave: Leave) -> None:
     assert text.startswith(f"node-1 is to be left ({leave.reason}), and stays: ")
 
 
+@pytest.mark.parametrize("leave", [FAN, AT_ONCE])
+def test_a_script_without_hooks_stays_where_it_is(leave: Leave) -> None:
+    """It would begin anew elsewhere."""
+    job = Job()
+    job.say(2, "restored", hooked=False)
+    job.node.feed(says(1, leave))
+    job.node.wait(1.0)
+    assert (job.lost, job.stage(), stops(job)) == ([], "running", [])
+    assert told(job, "stays")[-1].endswith("a script that does not use ckptless.run would begin anew")
+
+
 def test_one_node_at_a_time() -> None:
     """A check that is wrong is wrong on all nodes at once."""
     job = Job()

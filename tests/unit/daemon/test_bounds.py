@@ -13,7 +13,7 @@ from msgspec import inspect
 
 import ckptless.daemon
 from ckptless.daemon.ckptlessd.service import _Heard
-from ckptless.daemon.protocol import eviction, keeping, reading, resizing, ring, saving
+from ckptless.daemon.protocol import health, keeping, reading, requests, ring, saving
 from ckptless.daemon.protocol import messages as m
 from ckptless.daemon.protocol.codec import Decoder, encode
 from ckptless.daemon.protocol.errors import ProtocolError
@@ -25,8 +25,9 @@ from ckptless.daemon.transport import handshake
 KINDS = {
     "to the daemon": _Heard,
     "to an agent": m.ToAgent | m.Ping | saving.SaveNow,
-    "answers": eviction.Evicted
-    | resizing.Resized
+    "answers": requests.Evicted
+    | requests.Resized
+    | health.HealthReport
     | saving.Saved
     | keeping.KeptList
     | keeping.KeepAnswer

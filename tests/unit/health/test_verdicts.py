@@ -11,6 +11,7 @@ from ckptless.daemon.ckptlessd.health.meanings import (
     ACTIONS,
     TABLE,
     XIDS,
+    concerns_jobs,
     is_code,
     meaning,
     xid_of,
@@ -126,6 +127,12 @@ def test_a_verdict_begins_and_ends_as_its_row_says(seen: list[tuple[str, float]]
         assert bool(begun) == (due and code not in stood)
         stood |= {one.key.code for one in begun}
     assert {one.key.code for one in verdicts.standing} == stood
+
+
+def test_what_jobs_hear_of() -> None:
+    heard = {code for code, row in TABLE.items() if concerns_jobs(code, row.action)}
+    assert {"out-of-memory", "cgroup-out-of-memory", "gpu-hot", "disk-full", "link-down"} <= heard
+    assert not heard & {"clock", "probe-failed", "probe-hangs", "memory-corrected", "memory-pressure"}
 
 
 def test_every_row_can_be_acted_upon() -> None:
