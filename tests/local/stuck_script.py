@@ -7,6 +7,7 @@ HOW is "event" (a lock in user code), "spin" (a loop that does not let go of the
 import os
 import sys
 import threading
+import time
 from pathlib import Path
 from typing import Any
 
@@ -15,7 +16,7 @@ import torch
 import ckptless
 
 STEPS, OUT, HOW = int(sys.argv[1]), Path(sys.argv[2]), sys.argv[3]
-STUCK_AT = 6
+STUCK_AT, SLEEP_S = int(os.environ.get("STUCK_AT", "6")), float(os.environ.get("STUCK_SLEEP_S", "0"))
 
 
 def waits_for_ever(run: Any) -> None:
@@ -44,6 +45,7 @@ def train(run: Any) -> None:
     while run.step < STEPS:
         if HOW != "backward":
             waits_for_ever(run)
+        time.sleep(SLEEP_S)
         x = torch.randn(4, 8, generator=torch.Generator().manual_seed(100 * run.step + run.rank))
         loss = state.model(x).pow(2).mean()
         loss.backward()

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from pathlib import Path
 
 import pytest
@@ -34,3 +35,20 @@ def test_the_rank_that_holds_all_up_is_named(tmp_path: Path, how: str) -> None:
     for rank in range(RANKS):
         lines = (out / f"loss-{rank}.txt").read_text().splitlines()
         assert [int(line.split()[0]) for line in dict.fromkeys(lines)] == list(range(STEPS)), lines
+
+
+def test_it_is_named_by_the_rhythm_of_the_job_long_before(tmp_path: Path) -> None:
+    """Nothing is done about it until then: it might be an evaluation."""
+    out = tmp_path / "out"
+    options = ["--job", "late", "--nodes", RANKS, "--max-stall", 25, "--tee", "none"]
+    env = {"STUCK_AT": "35", "STUCK_SLEEP_S": "0.3"}
+    with Job(tmp_path, options, [HERE / "stuck_script.py", 40, out, "event"], env=env) as job:
+        job.ended(0, DEADLINE_S)
+        ledger = job.ledger()
+    (late,) = [event for event in ledger.events if event.kind == "late"]
+    assert re.fullmatch(
+        r"no step in \d+ s, where the longest took \d+\.\d s: rank 1; 2 other ranks wait for it", late.text
+    )
+    (fault,) = [one for one in ledger.faults if one.kind == "hung"]
+    assert fault.rank == 1
+    assert fault.seen_s - late.at_s > 5.0, job.story()

@@ -233,6 +233,8 @@ class Leading:
         self._see_step(progress.step, now)
         if (line := self.stalls.returned_early(progress, now)) is not None:
             job.announce(line, now)
+        if (line := self.stalls.late(progress.assignment, now)) is not None:
+            job.announce(line, now)
         if job.stage in ("joining", "releasing") and progress.all_have("exited"):
             self._ending = m.Outcome(
                 state="done", exit_code=0, reason="every rank ended by itself", why="done"

@@ -1,6 +1,7 @@
 """Pure: what the leader makes of a job that does not get on: who is late, and what may be why."""
 
 import math
+from collections import deque
 from collections.abc import Iterator
 from dataclasses import dataclass, field
 
@@ -16,6 +17,11 @@ APART_S = 3.0
 # Many find out about one bad port, one after the other: so long after the last one it is said who gives way,
 # but before the longest stall is over.
 SETTLED_S = 1.0
+# A step counts as late by the job's own rhythm: after so many times the longest of the last so many steps,
+# and never sooner than a scheduler, a disk or a collector of garbage may hold a rank up.
+LATE_TIMES, LATE_S = 5, 10.0
+RHYTHM, FEWEST = 256, 8
+MOST_NAMED = 4
 
 
 @dataclass
@@ -30,6 +36,10 @@ class Stalls:
     # Since when some of a generation's ranks are done and others not; never, once that was told.
     _early: tuple[int, float] = (0, 0.0)
     _told_early: str = ""
+    # How long the last steps of this reign took; the step that was seen last; of which it was told as late.
+    _rhythm: deque[float] = field(default_factory=lambda: deque(maxlen=RHYTHM))
+    _seen: float = 0.0
+    _told_late: float = 0.0
 
     def _still_s(self, now: float) -> float:
         return now - max(self.job.since, self.job.moved)
@@ -111,6 +121,36 @@ class Stalls:
                 others = f"{waiting} other rank{'s wait' if waiting > 1 else ' waits'}"
                 said = f"{text}: {others} in a collective that it has not come to"
                 yield Finding("hung", place.node, place.slot, rank, said, source="leader")
+
+    def late(self, assignment: m.Assignment, now: float) -> event_lines.Line | None:
+        """Say who holds up a step that takes much longer than the others did; once, and nothing is done.
+
+        A rank may have its reasons: an evaluation, a save. That it is in the way of others is worth a line
+        long before `overdue` replaces it.
+        """
+        job = self.job
+        if job.moved != self._seen:
+            # Over a stop, or another leader's reign, it was no step's time.
+            if self._seen > job.since:
+                self._rhythm.append(job.moved - self._seen)
+            self._seen = job.moved
+        still_s = self._still_s(now)
+        if job.stage != "running" or len(self._rhythm) < FEWEST or self._told_late == job.moved:
+            return None
+        longest_s = max(self._rhythm)
+        if still_s < max(LATE_S, LATE_TIMES * longest_s):
+            return None
+        training = [one for one in self._slots(assignment) if one[2].phase == "restored"]
+        late = [f"rank {rank}" for rank, _, slot in training if slot.waits is False]
+        waiting = sum(slot.waits is True for _, _, slot in training)
+        if not late or not waiting:
+            return None
+        self._told_late = job.moved
+        more = len(late) - MOST_NAMED
+        who = ", ".join(late[:MOST_NAMED]) + (f" and {more} more" if more > 0 else "")
+        others = f"{waiting} other rank{'s wait' if waiting > 1 else ' waits'} for it"
+        text = f"no step in {still_s:.0f} s, where the longest took {longest_s:.1f} s: {who}; {others}"
+        return event_lines.Line("warning", "late", text)
 
     def returned_early(self, progress: GenerationProgress, now: float) -> event_lines.Line | None:
         """Ranks that are done long before others, which wait for them in the next collective; told once."""

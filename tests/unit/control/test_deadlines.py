@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import TypeVar
 
 import pytest
@@ -10,7 +11,7 @@ from msgspec import structs
 from ckptless.daemon.ckptlessd.planning.event_lines import EARLY_S
 from ckptless.daemon.ckptlessd.recovery import events as e
 from ckptless.daemon.ckptlessd.recovery.leading import REPEAT_S
-from ckptless.daemon.ckptlessd.recovery.stalls import APART_S, SETTLED_S
+from ckptless.daemon.ckptlessd.recovery.stalls import APART_S, FEWEST, LATE_S, LATE_TIMES, SETTLED_S
 from ckptless.daemon.protocol import messages as m
 from ckptless.daemon.protocol.records import (
     EventRecord,
@@ -203,6 +204,69 @@ def test_who_holds_the_job_up_is_named(waits: tuple[bool | None, ...], named: li
     assert all(says in row.text for row in told)
     reason = next(out.order.reason for out in job.node.told.outputs if _stops(out))  # type: ignore[union-attr]
     assert reason.endswith(says) if not named else says in reason
+
+
+def makes_steps(job: Job, first: int, pauses: Sequence[float], waits: Sequence[bool | None] = ()) -> None:
+    """All ranks make one step after each of these pauses, and from then on wait, or do not."""
+    assignment = job.node.control.job.assignment
+    assert assignment is not None
+    for number, pause_s in enumerate(pauses, first):
+        job.node.wait(pause_s, 0.25)
+        for node in range(3):
+            slot = m.SlotState(
+                slot=0,
+                phase="restored",
+                generation=assignment.generation,
+                hooked=True,
+                step=number,
+                stepped=True,
+                waits=waits[node] if waits else None,
+            )
+            job.seq += 1
+            state = m.AgentState(seq=job.seq, slots=(slot,), assigned=assignment.generation)
+            job.node.feed(e.Report(node, state))
+
+
+WAITING = (True, False, True)
+
+
+@pytest.mark.parametrize(
+    ("pauses", "waits", "late_after_s"),
+    [
+        ([1.0] * 20, WAITING, LATE_S),
+        ([1.0] * 10 + [4.0] + [1.0] * 10, WAITING, 4.0 * LATE_TIMES),  # as an evaluation now and then
+        ([1.0] * 20, (True, True, True), None),
+        ([1.0] * 20, (False, False, False), None),
+        ([1.0] * 20, (True, None, True), None),
+        ([1.0] * FEWEST, WAITING, None),  # the first steps tell of no rhythm
+    ],
+)
+def test_a_late_step_is_told_by_the_job_s_own_rhythm(
+    pauses: list[float], waits: tuple[bool | None, ...], late_after_s: float | None
+) -> None:
+    job = Job()
+    makes_steps(job, STEP + 2, pauses, waits)
+    job.node.wait((late_after_s or 60.0) - 1.0, 0.25)
+    assert events(job.node.told, "late") == []
+    job.node.wait(100.0, 0.25)
+    told = [row.text for row in events(job.node.told, "late")]
+    assert len(told) == (late_after_s is not None)
+    if told:
+        longest = f"no step in {late_after_s:.0f} s, where the longest took {max(pauses):.1f} s"
+        assert told == [f"{longest}: rank 1; 2 other ranks wait for it"]
+    # Nothing is done about it.
+    assert (job.stage(), job.lost) == ("running", [])
+
+
+def test_the_next_late_step_is_told_by_a_rhythm_that_has_the_last_one() -> None:
+    job = Job()
+    makes_steps(job, STEP + 2, [1.0] * 20, WAITING)
+    makes_steps(job, STEP + 22, [30.0], WAITING)
+    assert len(events(job.node.told, "late")) == 1
+    job.node.wait(30.0 * LATE_TIMES - 1.0, 1.0)
+    assert len(events(job.node.told, "late")) == 1
+    job.node.wait(2.0, 1.0)
+    assert len(events(job.node.told, "late")) == 2
 
 
 def test_a_job_of_one_rank_stalls_as_others_do() -> None:
