@@ -368,7 +368,8 @@ def test_a_reader_does_not_migrate(path: Path) -> None:
 def test_a_file_that_no_release_has_written_is_damaged(path: Path) -> None:
     Ledger.open(path).close()
     set_version(path, migrations.VERSION - 1)
-    with pytest.raises(DamagedLedgerError, match=f"of version {migrations.VERSION - 1}, which no release has written"):
+    older = f"of version {migrations.VERSION - 1}, which no release has written"
+    with pytest.raises(DamagedLedgerError, match=older):
         Ledger.open(path)
 
 
