@@ -218,6 +218,12 @@ VOTES: tuple[Named, ...] = (
             "self._seen[node] = now",
             "test_an_old_pulse_that_comes_late_is_old",
         ),
+        (
+            "signs of life of one whose clock went back creep",
+            "self._ahead_ms = max(self._ahead_ms, pulse - int(now * 1000))",
+            "pass",
+            "test_a_daemon_whose_clock_went_back_is_sure_as_soon_as_any_other",
+        ),
     ),
     *of(
         "daemon/ckptlessd/peering.py",

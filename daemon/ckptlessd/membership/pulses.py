@@ -25,6 +25,8 @@ class Pulses:
     _newest: Counter[int] = field(default_factory=Counter)
     _seen: dict[int, float] = field(default_factory=dict)
     _doubted: dict[int, int] = field(default_factory=dict)
+    # How far a former life's clock was ahead of this one: it goes on from there, as fast as time does.
+    _ahead_ms: int = 0
 
     def beat(self, nodes: Collection[int], now: float) -> tuple[Pulse, ...]:
         """Return what the next beat carries of these; `now` in s of a clock that grows over all lives.
@@ -40,7 +42,7 @@ class Pulses:
 
     def clock_ms(self, now: float) -> int:
         """Return this daemon's clock in ms; no less than a former life of it has said."""
-        return max(int(now * 1000), self._newest[self.me])
+        return max(int(now * 1000) + self._ahead_ms, self._newest[self.me])
 
     def _age_ms(self, node: int, now: float) -> int:
         return 0 if node == self.me else int((now - self._seen[node]) * 1000)
@@ -49,7 +51,8 @@ class Pulses:
         """Take what a beat has brought; return what of it was news."""
         news = [(node, pulse, age_ms) for node, pulse, age_ms in pulses[:MOST] if pulse > self._newest[node]]
         for node, pulse, age_ms in news:
-            # Of itself: a former life of this daemon had a faster clock.
+            if node == self.me:  # a former life of this daemon had a faster clock
+                self._ahead_ms = max(self._ahead_ms, pulse - int(now * 1000))
             self._newest[node] = pulse
             self._seen[node] = max(now - max(0, age_ms) / 1000, self._seen.get(node, float("-inf")))
         return news

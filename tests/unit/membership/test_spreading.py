@@ -256,6 +256,18 @@ def test_a_daemon_whose_clock_went_back_is_heard_again() -> None:
     assert other.fresh(3.0, within_s=0.5) == {0}
 
 
+def test_a_daemon_whose_clock_went_back_is_sure_as_soon_as_any_other() -> None:
+    """Its signs of life go on from the former ones as fast as time does, not one by one."""
+    before, other = Pulses(0), Pulses(1)
+    other.hear(before.beat(VOTERS, 1000.0), 1.0)
+    other.doubt(0, margin_s=0.5)
+    after = Pulses(0)
+    after.hear(other.beat(VOTERS, 1.1), 900.0)
+    for at, sure in ((900.4, False), (900.6, True)):
+        other.hear(after.beat(VOTERS, at), at - 899.0)
+        assert (other.fresh(at - 899.0, within_s=0.5) == {0}) is sure
+
+
 def test_who_votes_no_more_has_no_pulse() -> None:
     pulses = Pulses(1)
     pulses.hear(tuple((node, 1, 0) for node in range(2, 100)), 1.0)
