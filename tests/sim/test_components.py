@@ -60,13 +60,6 @@ def test_messages_cost_time() -> None:
     assert formed_at(0.004) > formed_at(0.0) + 0.004
 
 
-def test_a_daemon_whose_clock_is_behind_that_of_its_former_life_is_reached() -> None:
-    """Something of that life came late: another node's words did not get there for 90 s; it was given up."""
-    world = simulate(7002217, Shape(components=120))
-    assert world.checks.outcome is not None
-    assert world.checks.outcome.state == "done"
-
-
 def test_those_who_are_left_end_too() -> None:
     """A spare whose job's others have given up or are gone; whoever has not heard the user's word."""
     for seed in (7005126, 7005568, 7010180, 7010807):
