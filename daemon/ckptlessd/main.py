@@ -108,7 +108,7 @@ async def _serve(settings: Settings, name: str) -> int:
 
 
 def _tell_failed(task: "asyncio.Task[None]") -> None:
-    """What watches, and ends before the daemon does, is missed by nobody else."""
+    """Log the error of a part that watches: nobody else misses it."""
     if not task.cancelled() and (error := task.exception()) is not None:
         logger.error("a part of this daemon has failed; jobs go on without it", exc_info=error)
 

@@ -1,7 +1,8 @@
 """Does what the verdicts of this node are worth: tells Slurm, has jobs leave, and takes it back.
 
 One thing at a time, the strongest action that stands. Slurm is told first, and what all nodes have told it
-decides whether this one goes on; see `breaker`. What somebody else has drained is left as it is.
+decides whether this one goes on; see `breaker`. What somebody else has drained is left as it is, and what
+somebody undrains is drained again only where the same is seen again.
 """
 
 import logging
@@ -30,7 +31,7 @@ OURS = reason_text("health ")
 
 
 class Nodes(Protocol):
-    """What Slurm knows of nodes, and what it may be told of this one. Each raises SlurmError."""
+    """Slurm's word on all nodes, and what it is told of this one. Each call raises SlurmError."""
 
     async def now(self) -> Sequence[Node]:
         """Return all nodes as Slurm knows them at this moment."""
@@ -46,7 +47,7 @@ class Nodes(Protocol):
 class Acting:
     """Owned by the daemon's event loop. `leave` hands jobs the word that they are to leave this node.
 
-    `done` keeps, by verdict, what was done for it or why nothing was, in words.
+    `told` hears, of a verdict, what was done for it or why nothing was, in words.
     """
 
     me: str
@@ -57,6 +58,9 @@ class Acting:
     # Marks that this daemon has made, and when (monotonic); and those that it may act upon.
     _marked: dict[str, float] = field(default_factory=dict)
     _confirmed: set[str] = field(default_factory=set)
+    # Marks that Slurm has taken; and how often those verdicts were seen when somebody took theirs back.
+    _drained: set[str] = field(default_factory=set)
+    _undrained: dict[Key, int] = field(default_factory=dict)
     # Marks that were one too many, and until when (monotonic) nothing is done for them.
     _held: dict[str, float] = field(default_factory=dict)
     _well_since: float | None = None
@@ -73,7 +77,11 @@ class Acting:
         """See to it that what stands is done, and nothing else."""
         now_s = time.monotonic()
         wanted = [one for one in standing if self.action(one) != "note"]
-        acts = [one for one in wanted if self._held.get(_mark(one), 0.0) <= now_s]
+        acts = [
+            one
+            for one in wanted
+            if self._held.get(_mark(one), 0.0) <= now_s and self._undrained.get(one.key) != one.count
+        ]
         subject = acts[0].key if acts else None
         if subject == self._subject and now_s < self._next_s:
             return
@@ -81,7 +89,7 @@ class Acting:
         try:
             if acts:
                 self._well_since = None
-                await self._act(acts[0], now_s)
+                await self._act(acts, now_s)
             else:
                 self.leave(None)
                 await self._recover(now_s, well=not wanted)
@@ -94,17 +102,29 @@ class Acting:
         else:
             self._trouble = ""
 
-    async def _act(self, verdict: Verdict, now_s: float) -> None:
+    def recall(self, verdict: Verdict) -> None:
+        """Take one for which an earlier life of this daemon has drained the node."""
+        self._drained.add(_mark(verdict))
+
+    async def _act(self, acts: Sequence[Verdict], now_s: float) -> None:
+        verdict = acts[0]
         nodes = await self.nodes.now()
         mine = next((node for node in nodes if node.name == self.me), None)
         mark = _mark(verdict)
         if mine is None:
+            return
+        if not mine.draining and mark in self._drained:
+            self._drained.clear()
+            self._undrained = {one.key: one.count for one in acts}
+            self.leave(None)
+            self.told(verdict, "nothing any more: somebody has undrained the node")
             return
         if not mine.draining:
             self._marked[mark] = now_s
             self._confirmed.discard(mark)
             self._next_s = now_s + SETTLED_S
             await self.nodes.drain(reason_text(f"health {verdict.key.probe}: {verdict.words}"))
+            self._drained.add(mark)
             self.told(verdict, "drained")
             return
         if not mine.reason.startswith(OURS):
@@ -124,6 +144,7 @@ class Acting:
     async def _hold(self, verdict: Verdict, mark: str, now_s: float) -> None:
         """One node too many by this probe's word: take the mark back, and leave it at that for a while."""
         self._held[mark] = now_s + WINDOW_S
+        self._drained.discard(mark)
         self.leave(None)
         await self.nodes.undrain()
         most = self.settings.most_per_hour
@@ -158,6 +179,7 @@ class Acting:
             await self.nodes.undrain()
             self._marked.clear()
             self._confirmed.clear()
+            self._drained.clear()
 
     def _note_trouble(self, text: str) -> None:
         if text != self._trouble:

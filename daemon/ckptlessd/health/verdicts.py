@@ -50,7 +50,7 @@ class Verdict:
 
     @property
     def words(self) -> str:
-        """What it is, where, and what that means."""
+        """Return what it is, where, and what that means."""
         where = f" ({self.key.where})" if self.key.where else ""
         return f"{self.key.code}{where}: {self.meaning.text}"
 
@@ -61,9 +61,13 @@ class Verdict:
 
 @dataclass
 class Verdicts:
-    """All that was found of this node and counts still. `own` are the site's actions by code."""
+    """All that was found of this node and counts still. `own` are the site's actions by code.
+
+    `dropped`: probes of which something was not taken, as they find too much at a time.
+    """
 
     own: Mapping[str, Action] = field(default_factory=dict)
+    dropped: set[str] = field(default_factory=set)
     _known: dict[Key, Verdict] = field(default_factory=dict)
 
     def hear(self, probe: str, findings: Iterable[Finding], now_s: float) -> list[Verdict]:
@@ -74,6 +78,7 @@ class Verdicts:
             known = self._known.get(key)
             if known is None:
                 if sum(key.probe == probe for key in self._known) >= MOST_PER_PROBE:
+                    self.dropped.add(probe)
                     continue
                 known = Verdict(key, meaning(one.code, self.own), now_s, now_s, one.evidence)
                 self._known[key] = known

@@ -10,7 +10,7 @@ from ckptless.daemon.ckptlessd.health.acting import Acting, Nodes
 from ckptless.daemon.ckptlessd.health.looking import Looking
 from ckptless.daemon.ckptlessd.health.meanings import concerns_jobs
 from ckptless.daemon.ckptlessd.health.probe import Finding, Probe
-from ckptless.daemon.ckptlessd.health.verdicts import Key, Verdict, Verdicts
+from ckptless.daemon.ckptlessd.health.verdicts import MOST_PER_PROBE, Key, Verdict, Verdicts
 from ckptless.daemon.ckptlessd.recovery import events as e
 from ckptless.daemon.ledger.writer import LedgerWriter
 from ckptless.daemon.protocol.errors import LedgerError
@@ -83,11 +83,14 @@ class Health:
     # ------------------------------------------------------------------------------ what is found
 
     def _hear(self, probe: str, findings: Sequence[Finding]) -> None:
+        dropped = probe in self._verdicts.dropped
         for begun in self._verdicts.hear(probe, findings, self._now()):
             logger.warning("health: %s: %s", begun.words, begun.evidence)
             for run in self._open() if concerns_jobs(begun.key.code, begun.meaning.action) else ():
                 run.note("warning", "health", f"{self._name}: {begun.words}")
             self._keep(begun)
+        if not dropped and probe in self._verdicts.dropped:
+            logger.warning("health: %s finds more than %d things at a time", probe, MOST_PER_PROBE)
 
     def _tell_done(self, verdict: Verdict, done: str) -> None:
         if self._done.get(verdict.key) != done:
@@ -128,6 +131,8 @@ class Health:
             elif boot == self._boot and record.probe in probes:
                 verdict = self._verdicts.recall(record)
                 self._done[verdict.key] = record.done
+                if record.done.startswith("drained"):
+                    self._acting.recall(verdict)
             else:
                 self._old.append(record.ended(self._now()))
                 self._write(boot, self._old[-1])

@@ -1,7 +1,7 @@
 """Pure: when the leader has a job leave a node that lives: one that is not well, or is wanted by others.
 
 One node at a time, and only while the job trains: it must be able to go on without each. Of a node whose
-memory is trusted the ranks move at a step's end, their state with them, and it is out once it has none; one
+memory is trusted the ranks move with their newest state, and it is out once it has none; one
 that is to be left at once counts as lost.
 """
 

@@ -40,7 +40,7 @@ Stage = Literal["forming", "joining", "restoring", "running", "stopping", "relea
 class Leave:
     """The word that the job is to leave a node that lives, and whose word that is.
 
-    `at_once`: what it holds is not trusted, and it counts as lost. Else its ranks move at a step's end, with
+    `at_once`: what it holds is not trusted, and it counts as lost. Else its ranks move with
     their state. `shrink`: also where no spare is left for them, and the job can go on with fewer nodes.
     """
 

@@ -194,6 +194,32 @@ def test_a_second_finding_finds_the_node_drained(controller: Controller) -> None
     assert daemon.own.orders == ["drain"]
 
 
+def test_what_an_administrator_undrains_is_drained_again_where_it_is_seen_again(
+    controller: Controller,
+) -> None:
+    daemon, gone = Daemon("n1", controller), verdict()
+    daemon.look(gone, verdict("link-down"))
+    daemon.after(SETTLED_S, gone, verdict("link-down"))
+    assert len(daemon.said) == 1
+    controller.undrain("n1")
+    for _ in range(5):
+        daemon.after(ASK_S, gone, verdict("link-down"))
+    assert controller.drained() == []
+    assert daemon.said[-1] is None
+    assert "nothing any more: somebody has undrained the node" in daemon.told
+    gone.count += 1
+    daemon.after(ASK_S, gone)
+    assert controller.drained() == ["n1"]
+
+
+def test_it_is_known_in_the_next_life_too_that_the_node_was_drained(controller: Controller) -> None:
+    daemon = Daemon("n1", controller)
+    daemon.acting.recall(verdict())
+    for _ in range(3):
+        daemon.after(ASK_S, verdict())
+    assert daemon.own.orders == []
+
+
 def test_a_second_finding_of_the_probe_waits_as_well(controller: Controller) -> None:
     daemon = Daemon("n1", controller)
     daemon.look(verdict("link-flap"))

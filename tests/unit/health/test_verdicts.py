@@ -87,6 +87,7 @@ def test_a_probe_that_makes_places_up_takes_no_more_than_its_share() -> None:
     verdicts = Verdicts()
     made_up = [Finding(code="xid-79", where=f"GPU {number}") for number in range(10 * MOST_PER_PROBE)]
     assert len(verdicts.hear("mad", made_up, 0.0)) == MOST_PER_PROBE
+    assert verdicts.dropped == {"mad"}
     assert codes(verdicts.hear("kernel-log", [XID], 0.0)) == ["xid-79"]
 
 
