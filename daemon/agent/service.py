@@ -398,8 +398,6 @@ class Agent:
         if slot is None:
             return
         if isinstance(message, m.Pong):
-            if slot.answers(waits=message.waits):
-                self._progressed()
             return
         if isinstance(message, m.Note):
             self._daemon.send(m.AgentEvent(level=message.level, kind=message.kind, text=message.text))

@@ -18,6 +18,8 @@ MOST_SLOTS = 256
 MOST_RANKS = 1 << 18
 MOST_STEPS = 4096
 MOST_VOTERS = 64
+# Process groups of a rank whose collectives its agent sees.
+MOST_GROUPS = 16
 # Of a node, that copies of the state go over.
 MOST_INTERFACES = 8
 # Of one text, in characters, and of a job's command.

@@ -46,6 +46,7 @@ from ckptless.daemon.protocol.limits import (
 )
 from ckptless.daemon.protocol.model import Assignment as Assignment
 from ckptless.daemon.protocol.model import Brought as Brought
+from ckptless.daemon.protocol.model import Call as Call
 from ckptless.daemon.protocol.model import Cause as Cause
 from ckptless.daemon.protocol.model import Copies as Copies
 from ckptless.daemon.protocol.model import Doubt as Doubt
@@ -59,6 +60,8 @@ from ckptless.daemon.protocol.model import Phase as Phase
 from ckptless.daemon.protocol.model import Place as Place
 from ckptless.daemon.protocol.model import Replaced as Replaced
 from ckptless.daemon.protocol.model import SlotState as SlotState
+from ckptless.daemon.protocol.model import Still as Still
+from ckptless.daemon.protocol.model import Stillness as Stillness
 from ckptless.daemon.protocol.model import Tries as Tries
 from ckptless.daemon.protocol.model import Value as Value
 from ckptless.daemon.protocol.model import Why as Why
@@ -217,16 +220,15 @@ class Ping(Message, frozen=True, kw_only=True):
 
 
 class Pong(Message, frozen=True, kw_only=True):
-    """Yes. A rank's: whether it waits for others at this moment, in a collective or for its agent."""
+    """Yes."""
 
     seq: Number
-    waits: bool = False
 
 
 STACKS_SIGNAL = 61
-"""Has a process with hooks write the stacks of all its threads to its log, whatever holds its interpreter.
+"""Has a process with hooks write the stacks of all its threads behind its page.
 
-SIGRTMAX - 3, as Linux has it.
+Also where something holds its interpreter. SIGRTMAX - 3, as Linux has it. Its agent copies them to the log.
 """
 
 
@@ -283,7 +285,10 @@ class Hello(Message, frozen=True, kw_only=True):
 
 
 class Welcome(Message, frozen=True, kw_only=True):
-    """Answer to Hello. `run`: JobSpec.run_id. `host` is the address this node's groups bind to."""
+    """Answer to Hello, and the memfd of the rank's page (protocol/page.py).
+
+    `run`: JobSpec.run_id. `host` is the address this node's groups bind to.
+    """
 
     job: JobName
     run: Name

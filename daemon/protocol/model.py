@@ -8,6 +8,7 @@ from msgspec import Meta, Struct
 from msgspec.structs import force_setattr
 
 from ckptless.daemon.protocol.limits import (
+    MOST_GROUPS,
     MOST_RANKS,
     OF_NODES,
     OF_RANKS,
@@ -203,12 +204,53 @@ class Cause(Clipped, Value, frozen=True, kw_only=True):
     text: Text = ""
 
 
+class Call(Value, frozen=True, kw_only=True):
+    """What a rank waits in: the group's `number`-th collective, or a message to or from rank `peer`.
+
+    `group` is its name, "" of messages and of what a rank asks its agent; `size` its ranks. `elements`: of
+    the tensor, where that is known.
+    """
+
+    group: Name
+    size: RankCount = 0
+    number: Number = 0
+    operation: Word
+    elements: Number = 0
+    peer: Rank | None = None
+
+
+# What a rank that does not get on is at, by what the kernel says of its process:
+#   asleep    no thread of it, and no child, runs       stopped   by a signal
+#   working   they run, or wait for a disk              deaf      it answers nothing: its interpreter is held
+Stillness = Literal["asleep", "working", "stopped", "deaf"]
+
+
+class Still(Clipped, Value, frozen=True, kw_only=True):
+    """A rank that has not got on for `still_s`.
+
+    `late`: that is much longer than any step before, of which the longest took `longest_s`. `phase` is where,
+    of which the script has said that it may last `allowed_s` yet (None: nothing). `call`: it waits in that.
+    `queued`: the collectives that its device was given, in each group. `at`: the place in the script, where
+    it is known.
+    """
+
+    still_s: Age
+    late: bool
+    how: Stillness
+    phase: Word
+    longest_s: Seconds = 0.0
+    allowed_s: Seconds | None = None
+    call: Call | None = None
+    queued: Annotated[tuple[tuple[Name, Number], ...], Meta(max_length=MOST_GROUPS)] = ()
+    at: Text = ""
+
+
 class SlotState(Value, frozen=True, kw_only=True):
     """A slot as its agent sees it. `generation` is the one that `phase` speaks of.
 
     `step` is the newest that is done; each `every`-th is committed, which takes `share` of the time.
-    `stepped`: one was done in this generation, whatever became of the process since. `waits`: whether it
-    waits for others, None while it gets on.
+    `stepped`: one was done in this generation, whatever became of the process since. `still`: it does
+    not get on.
     `exit_code` is negative for a signal. `hooked` tells whether the process speaks to the agent
     (`ckptless.run`), or is a plain script. `age_s`: how long ago that began.
     """
@@ -220,7 +262,7 @@ class SlotState(Value, frozen=True, kw_only=True):
     hooked: bool = False
     step: Step | None = None
     stepped: bool = False
-    waits: bool | None = None
+    still: Still | None = None
     loss: float | None = None
     every: Number | None = None
     share: Share | None = None

@@ -18,6 +18,7 @@ from ckptless.daemon.protocol import messages as m
 from ckptless.daemon.protocol.codec import RANK_LIMIT, Decoder, encode
 from ckptless.daemon.protocol.errors import NoRoomError, PeerError, ProtocolError
 from ckptless.daemon.protocol.peercred import unix_address
+from ckptless.pytorch_hooks.agent_session.page import Page
 from ckptless.pytorch_hooks.errors import GenerationEnded
 
 HELLO_DEADLINE_S = 30.0
@@ -44,9 +45,6 @@ class Session:
         except OSError as error:
             raise PeerError(f"cannot reach the agent at {agent_socket}: {error}") from error
         self.on_stop: Callable[[int], None] = lambda _generation: None
-        # Whether the main thread waits for other ranks; asked in the listener thread.
-        self.waits: Callable[[], bool] = lambda: False
-        self._waiting = False
         self._decoder: Decoder[m.ToRank] = Decoder(m.ToRank, RANK_LIMIT)
         self._fds: deque[int] = deque()
         self._sending = threading.Lock()
@@ -60,6 +58,8 @@ class Session:
         self._reply: tuple[_Reply, int | None] | None = None
         self._closing = False
         self.welcome = self._greet()
+        # The agent's; memory of this process's own where it has sent none.
+        self.page = Page(self._fds.popleft() if self._fds else None)
         # Waits are bounded by the control plane's deadlines from here on, not by the socket.
         self._sock.settimeout(None)
         self._listener = threading.Thread(target=self._listen, name="ckptless-listener", daemon=True)
@@ -111,7 +111,7 @@ class Session:
     def _take(self, message: m.ToRank) -> None:
         match message:
             case m.Ping():
-                self.send(m.Pong(seq=message.seq, waits=self._waiting or self.waits()))
+                self.send(m.Pong(seq=message.seq))
                 return
             case m.Stop():
                 self.on_stop(message.generation)
@@ -172,12 +172,12 @@ class Session:
     def _wait(self, generation: int, done: Callable[[], bool], what: str) -> None:
         """Wait for word of the agent; the control plane's deadlines end a generation that hangs here."""
         with self._news:
-            self._waiting = True
+            self.page.waits(for_agent=True)
             try:
                 # no deadline: the control plane's end a generation that hangs here
                 self._news.wait_for(lambda: done() or self._ended >= generation)
             finally:
-                self._waiting = False
+                self.page.waits(for_agent=False)
             if not done():
                 raise GenerationEnded(f"generation {generation} ended while waiting for {what}")
 

@@ -2,13 +2,15 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
 import torch.distributed as dist
 
 from ckptless.daemon.protocol.errors import UsageError
+from ckptless.daemon.protocol.page import BEGUN, POINT_TO_POINT, QUEUED
+from ckptless.pytorch_hooks.agent_session.page import MESSAGES, NOWHERE, operation
 from ckptless.pytorch_hooks.errors import CollectiveFailed
 from ckptless.pytorch_hooks.process_groups import device_backends
 from ckptless.pytorch_hooks.process_groups.device_backends import Devices
@@ -18,6 +20,7 @@ from ckptless.pytorch_hooks.torch_private import graphs
 from ckptless.pytorch_hooks.torch_private.works import FinishedWork
 
 NAME = "ckptless"
+MESSAGE, MESSAGE_OF_ANYBODY = operation("send"), operation("recv_anysource")
 
 
 def _tensors(arguments: tuple[Any, ...]) -> list[torch.Tensor]:
@@ -57,6 +60,9 @@ class Exchange:
     _scope: Scope | None = None
     _devices: Devices | None = None
     _fake = False
+    # Where this generation's collectives are counted, and the ranks of the group.
+    _counted = NOWHERE
+    _ranks: Sequence[int] = ()
 
     @classmethod
     def prepare(cls) -> None:
@@ -74,6 +80,11 @@ class Exchange:
     def attach(self, inner: Any, scope: Scope, devices: Devices | None = None, *, fake: bool) -> None:
         """Work through `inner`, in `scope`, from now on; `devices` is what `inner` has for an accelerator."""
         self._inner, self._scope, self._devices, self._fake = inner, scope, devices, fake
+        self._counted = NOWHERE
+
+    def count(self, counted: int, ranks: Sequence[int]) -> None:
+        """Count collectives there on the page of this rank; `ranks` are those of the group in the world."""
+        self._counted, self._ranks = counted, ranks
 
     def detach(self) -> Any:
         """Give the backend up; the scope stays, to say why nothing works any more."""
@@ -108,7 +119,26 @@ class Exchange:
         inner, scope = self._ready()
         scope.calls += 1
         if not self._fake:
+            at = self._begins(scope, operation("barrier"), ())
             scope.run(lambda: call(inner))
+            scope.over(at)
+
+    def _begins(self, scope: Scope, number: int, given: Sequence[Any], counter: int = BEGUN) -> int:
+        """Have the agent see that a collective begins; return where it is counted."""
+        at, elements = self._counted, 0
+        if number >= MESSAGE:
+            # The second argument is a rank of the group; of one from anybody it is a tag.
+            anybody = number == MESSAGE_OF_ANYBODY or at == NOWHERE
+            elements = 0 if anybody else self._ranks[given[1]] + 1
+            at = at if at == NOWHERE else MESSAGES
+        elif given:
+            first = given[0]
+            while isinstance(first, (list, tuple)) and first:
+                first = first[0]
+            elements = first.numel() if isinstance(first, torch.Tensor) else 0
+        with scope.lock:
+            scope.page.call(at, number, elements, counter)
+        return at
 
     def getBackendName(self) -> str:
         """Asked for by C++."""
@@ -126,7 +156,7 @@ class Exchange:
         """Nothing: `ProcessGroups` takes backends down, when it is safe to."""
 
 
-_POINT_TO_POINT = frozenset({"send", "recv", "recv_anysource"})
+_POINT_TO_POINT = frozenset(POINT_TO_POINT)
 
 # Those that a torch does not have (the *_single names are new in 2.13) are left out below.
 _COLLECTIVES = (
@@ -151,11 +181,13 @@ _COLLECTIVES = (
     "alltoall",
     "alltoall_base",
     "all_to_all_single",
-    *_POINT_TO_POINT,
+    *POINT_TO_POINT,
 )
 
 
 def _forward(name: str) -> Callable[..., Any]:
+    number = operation(name)
+
     def call(self: Exchange, *args: Any, **kwargs: Any) -> Any:
         inner, scope = self._ready()
         scope.calls += 1
@@ -169,16 +201,25 @@ def _forward(name: str) -> Callable[..., Any]:
         if device is not None:
             self._connect(device)
             graphs.note(scope.generation)
+        if device is not None:
+            # Of what a device is at nobody asks: the numbers tell who has not come.
+            self._begins(scope, number, given, QUEUED)
+            at = NOWHERE
+        else:
+            at = self._begins(scope, number, given)
         try:
             work = getattr(inner, name)(*args, **kwargs)
-        except RuntimeError as error:
+        except BaseException as error:
+            scope.over(at)
+            if not isinstance(error, RuntimeError):
+                raise
             scope.check()  # the verdict may have come in the middle
             if name in _POINT_TO_POINT and device is None:
                 # These talk to the socket at once; the others only check their arguments here.
                 scope.breaks(str(error))
                 scope.check()
             raise
-        return self._hand_out(work if device is not None else AbortableWork(scope, work, written), device)
+        return self._hand_out(work if device is not None else AbortableWork(scope, work, written, at), device)
 
     call.__name__ = name
     call.__doc__ = f"`{name}` through this generation's backend, abortable."

@@ -18,6 +18,7 @@ import torch
 import torch.distributed as dist
 
 from ckptless.daemon.protocol.errors import UsageError
+from ckptless.pytorch_hooks.agent_session.page import Page
 from ckptless.pytorch_hooks.devices import accelerator
 from ckptless.pytorch_hooks.errors import DeviceLost, GenerationEnded
 from ckptless.pytorch_hooks.process_groups import device_backends
@@ -110,6 +111,8 @@ class _Member:
     size: int
     timeout: timedelta
     exchange: Exchange
+    # Of the world.
+    ranks: tuple[int, ...]
 
 
 class ProcessGroups:
@@ -122,9 +125,14 @@ class ProcessGroups:
     _current: ProcessGroups | None = None
 
     def __init__(
-        self, timeout: timedelta, host: str | None = None, on_broken: Callable[[str], None] | None = None
+        self,
+        timeout: timedelta,
+        host: str | None = None,
+        on_broken: Callable[[str], None] | None = None,
+        page: Page | None = None,
     ) -> None:
         self.on_broken = on_broken
+        self.page = page or Page()
         # What else is to be called, in a thread, when a generation ends.
         self.aborts: list[Callable[[], object]] = []
         # What torch gets where it asks for a new group's backend.
@@ -195,7 +203,8 @@ class ProcessGroups:
         with self._lock:
             if generation <= self._ended:
                 raise GenerationEnded(f"generation {generation} was over before it was entered")
-            self._scope = Scope(generation, self._on_scope_broken)
+            self._scope = Scope(generation, self._on_scope_broken, self.page)
+            self.page.renew_groups()
             self._scope.aborts += self.aborts
             return self._scope
 
@@ -212,6 +221,7 @@ class ProcessGroups:
             # torch fills in 30 minutes where the user said nothing, for DeviceMesh's groups always.
             timeout=self._timeout if default else options.timeout,
             exchange=self._exchange(options.group_rank, options.group_size),
+            ranks=tuple(options.global_ranks_in_group or range(options.group_size)),
         )
         if self._fake:
             fake = torch_private.fake_backend(member.rank, member.size)
@@ -291,6 +301,7 @@ class ProcessGroups:
                     self._teardown.add(scope, inner)
                 else:
                     member.exchange.attach(inner, scope, devices, fake=False)
+                    member.exchange.count(self.page.add_group(member.name, member.size), member.ranks)
         except GenerationEnded:
             return  # whoever waits for this thread raises it
         except RuntimeError as error:
@@ -488,11 +499,6 @@ class ProcessGroups:
     def calls(self) -> int:
         """The number of collectives that this process has begun in this generation."""
         return 0 if self._scope is None else self._scope.calls
-
-    @property
-    def waits(self) -> bool:
-        """Whether a collective is under way. Any thread."""
-        return self._scope is not None and self._scope.waits
 
     @property
     def generation(self) -> int | None:

@@ -13,6 +13,7 @@ from typing import Generic, Protocol, TypeVar, cast
 
 import torch
 
+from ckptless.pytorch_hooks.agent_session.page import NOWHERE, Page
 from ckptless.pytorch_hooks.errors import CollectiveFailed, GenerationEnded
 from ckptless.pytorch_hooks.process_groups.sockets import Opened
 from ckptless.pytorch_hooks.torch_private import calls as torch_private
@@ -35,8 +36,12 @@ class Pending(Protocol):
 class Scope:
     """One generation as its groups and works see it: alive, broken by itself, or ended by a verdict."""
 
-    def __init__(self, generation: int, on_broken: Callable[[Scope, str], None]) -> None:
+    def __init__(
+        self, generation: int, on_broken: Callable[[Scope, str], None], page: Page | None = None
+    ) -> None:
         self.generation = generation
+        # Where this rank's agent sees how far it is.
+        self.page = page or Page()
         self.ended = False
         self.broken: str | None = None
         # Collectives begun here.
@@ -71,21 +76,22 @@ class Scope:
         if over:
             pending.release()
 
-    def settled(self, pending: Pending) -> None:
-        """The backend has let go of it."""
+    def settled(self, pending: Pending, counted: int = NOWHERE) -> None:
+        """The backend has let go of it, a collective that is `counted` there."""
         with self.lock:
             self._unsettled.discard(pending)
+            self.page.done(counted)
+
+    def over(self, counted: int) -> None:
+        """Note that a collective which nobody tracks is over, or was none."""
+        with self.lock:
+            self.page.done(counted)
 
     @property
     def unsettled(self) -> int:
         """The number of operations that the backend still works on, or is stuck in."""
         with self.lock:
             return len(self._unsettled)
-
-    @property
-    def waits(self) -> bool:
-        """Whether the backend works on any operation; without the lock, which a stuck thread may have."""
-        return bool(self._unsettled)
 
     @property
     def busy(self) -> bool:
@@ -240,10 +246,18 @@ class AbortableWork(torch_private.Work):
     the tensors, unreduced, and `Scope.check` is what stands before the optimizer.
     """
 
-    def __init__(self, scope: Scope, work: torch_private.Work, tensors: Sequence[torch.Tensor]) -> None:
+    def __init__(
+        self,
+        scope: Scope,
+        work: torch_private.Work,
+        tensors: Sequence[torch.Tensor],
+        counted: int = NOWHERE,
+    ) -> None:
         super().__init__()
         self._scope = scope
         self._work = work
+        # Where on the page, and when it began.
+        self._counted, self._began_s = counted, time.monotonic()
         self._value: object = list(tensors)
         self._cause: Exception | None = None
         self._done = False
@@ -271,7 +285,7 @@ class AbortableWork(torch_private.Work):
             self._failed(error)
         else:
             self._finish(good=True, value=value)
-        self._scope.settled(self)
+        self._scope.settled(self, self._counted)
 
     def _wait_inside(self) -> None:
         try:
@@ -281,7 +295,7 @@ class AbortableWork(torch_private.Work):
             self._failed(error)
         else:
             self._finish(good=True, value=self._value)
-        self._scope.settled(self)
+        self._scope.settled(self, self._counted)
 
     def _failed(self, error: Exception) -> None:
         self._cause = error.with_traceback(None)  # its frames hold this work: a cycle, and the backend in it
@@ -299,6 +313,7 @@ class AbortableWork(torch_private.Work):
             future = self._future
         self._gate.release()
         if future is not None:
+            self._scope.page.tail(self._began_s)
             future.set_result(value)
 
     # -- what Scope calls
@@ -312,12 +327,14 @@ class AbortableWork(torch_private.Work):
     def wait(self, timeout: timedelta = NO_TIMEOUT) -> bool:
         """Wait for the collective, at most `timeout` (zero: the group's own); raises when it failed."""
         seconds = timeout.total_seconds() if timeout else 0.0
+        since_s = time.monotonic()
         if not self._gate.acquire(timeout=seconds if seconds > 0 else -1):
             self._scope.breaks(f"a work was not done after {seconds:g} s")
             self._scope.check()
             return False  # never: a scope that broke does not mend
         self._gate.release()
         if self._good:
+            self._scope.page.waited(since_s)
             return True
         raise cast("BaseException", self._scope.error()) from self._cause
 

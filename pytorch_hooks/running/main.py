@@ -96,10 +96,10 @@ class _Worker:
         self._train = train
         self._random = rng.capture()
         self._session = Session(socket_name)
-        self._groups = ProcessGroups(COLLECTIVE_TIMEOUT, self._session.welcome.host, self._broken)
+        page = self._session.page
+        self._groups = ProcessGroups(COLLECTIVE_TIMEOUT, self._session.welcome.host, self._broken, page)
         self._session.on_stop = self._groups.abort
-        self._session.waits = lambda: self._groups.waits
-        faulthandler.register(m.STACKS_SIGNAL, file=2, all_threads=True)
+        faulthandler.register(m.STACKS_SIGNAL, file=page.stacks_fd(), all_threads=True)
         if hooks.abort is not None:
             self._groups.aborts.append(hooks.abort)
         cadence = Cadence(self._groups, *commits)

@@ -1,6 +1,7 @@
 """A training function without an agent around it: the same calls, stock PyTorch underneath."""
 
 from collections.abc import Callable, Iterable, Iterator, Mapping
+from contextlib import contextmanager
 from typing import Any
 
 import torch
@@ -87,6 +88,12 @@ class StandaloneRun:
         """See Run."""
         batches.check(batch_size, self.world_size, micro_batch)
         return batches.micro_batches(batch_size, micro_batch, self.world_size)
+
+    @contextmanager
+    def phase(self, name: str, up_to: float) -> Iterator[None]:
+        """See Run; nobody watches here."""
+        del name, up_to
+        yield
 
     def commit(self, loss: float | torch.Tensor | None = None) -> int:
         """See Run; only counts."""

@@ -5,6 +5,7 @@ import logging
 import sys
 import time
 from collections.abc import Callable, Container, Iterable, Iterator, Mapping
+from contextlib import contextmanager
 from dataclasses import dataclass
 from datetime import timedelta
 from functools import partial
@@ -17,6 +18,7 @@ from torch.optim.optimizer import register_optimizer_step_post_hook, register_op
 
 from ckptless.daemon.protocol import messages as m
 from ckptless.daemon.protocol.errors import ProtocolError, RecoveryError, StateUnavailableError, UsageError
+from ckptless.daemon.protocol.page import COMMIT, COMPUTE, DATA, OPTIMIZER
 from ckptless.pytorch_hooks import env
 from ckptless.pytorch_hooks.agent_session import job_key
 from ckptless.pytorch_hooks.agent_session.session import Session
@@ -61,6 +63,7 @@ from ckptless.pytorch_hooks.state.reach import Outside
 from ckptless.pytorch_hooks.state.second_look import SecondLook, is_due
 from ckptless.pytorch_hooks.state.twins import refuse, twins
 from ckptless.pytorch_hooks.torch_private import calls as torch_private
+from ckptless.pytorch_hooks.torch_private import compiling
 
 logger = logging.getLogger(__name__)
 
@@ -107,7 +110,7 @@ class Run:
         train: Callable[["Run"], object] | None = None,
         hooks: UserHooks = NO_HOOKS,
     ) -> None:
-        self._session, self._groups, self._hooks = session, groups, hooks
+        self._session, self._groups, self._hooks, self._page = session, groups, hooks, session.page
         self._cadence = cadence or Cadence(groups)
         self._told_at = 0.0
         # A loss that a device computes, to be told once it is there.
@@ -143,14 +146,21 @@ class Run:
         self._aftermath = False
         self.waited_s = 0.0
         register_optimizer_step_pre_hook(self._before_update)
-        register_optimizer_step_post_hook(gradients.mark_used)
+        register_optimizer_step_post_hook(self._after_update)
 
     def _before_update(self, _optimizer: object, _args: object, _kwargs: object) -> None:
+        self._page.enter(OPTIMIZER)
         # No update with gradients of a generation that is over.
         self._groups.check()
         began = time.monotonic()
         self._copying.before_update()
         self._cadence.meter.held_up(time.monotonic() - began)
+
+    def _after_update(
+        self, optimizer: torch.optim.Optimizer, args: tuple[Any, ...], kwargs: dict[str, Any]
+    ) -> None:
+        gradients.mark_used(optimizer, args, kwargs)
+        self._page.enter(COMPUTE)
 
     def _warn(self, kind: str, text: str) -> None:
         self._session.send(m.Note(level="warning", kind=kind, text=text))
@@ -277,6 +287,7 @@ class Run:
         self._on_recovery.clear()
         self._on_resize.clear()
         job_key.learn(part.cache_key)
+        compiling.tell(*self._page.compile_hooks)
         self.loaders.enter(part)
         env.become(part.rank, part.world_size, part.group_rank, part.store, part.ranks_per_root)
         if self._warmed is not None:
@@ -578,11 +589,25 @@ class Run:
 
     def _guarded(self, found: Iterator[Any]) -> Iterator[Any]:
         while True:
+            self._page.enter(DATA)
+            began = time.monotonic()
             with self._groups.ours():
                 batch = next(found, _END)
+            self._page.enter(COMPUTE)
+            self._page.waited_for_data(time.monotonic() - began)
             if batch is _END:
                 return
             yield batch
+
+    @contextmanager
+    def phase(self, name: str, up_to: float) -> Iterator[None]:
+        """Say that what follows is no part of a step, as an evaluation, and may take `up_to` seconds.
+
+        Until then a rank in it is not taken for one that hangs, nor is the job, however long its steps take.
+        UsageError unless that is a day at most.
+        """
+        with self._page.phase(name, up_to):
+            yield
 
     # ------------------------------------------------------------------------------------ commit
 
@@ -602,14 +627,18 @@ class Run:
 
     def _commit(self, loss: float | torch.Tensor | None) -> int:
         step = self._step + 1
+        self._page.enter(COMMIT)
         due = self._cadence.is_due(step)
         self._cadence.meter.held_up(self._versions.held_s())
-        self._cadence.meter.enter(time.monotonic())
+        began = time.monotonic()
+        self._cadence.meter.enter(began)
         if due:
             self._save(step, loss)
         else:
             self._pass(step, loss)
-        self._cadence.meter.leave(time.monotonic(), committed=due)
+        ended = time.monotonic()
+        self._cadence.meter.leave(ended, committed=due)
+        self._page.stepped(step, ended, ended - began)
         if due:
             self._cadence.committed(step)
         if self._aftermath and step > (self._assigned.restore_step or 0):
@@ -620,6 +649,7 @@ class Run:
     def _begin(self, step: int) -> None:
         """All ranks are at this step, which is committed."""
         self._saved = step
+        self._page.begin(step)
         self._cadence.begin(step, self.rank, self.world_size)
         self._told_at = 0.0
         # One of a generation that was cut off is garbage.

@@ -1,4 +1,4 @@
-"""A rank that waits for what never comes: it is named, its log has its stacks, and it alone is replaced."""
+"""A rank that hangs: it is named, its log has its stacks, and it alone is replaced."""
 
 from __future__ import annotations
 
@@ -22,8 +22,8 @@ def test_the_rank_that_holds_all_up_is_named(tmp_path: Path, how: str) -> None:
         ledger = job.ledger()
     (fault,) = [one for one in ledger.faults if one.kind not in ("broken", "exit")]
     assert (fault.kind, fault.rank) == ("hung", 1), job.story()
-    if how != "spin":
-        assert "2 other ranks wait in a collective that it has not come to" in fault.detail, job.story()
+    assert "2 other ranks wait in a collective that it has not come to" in fault.detail, job.story()
+    assert "in waits_for_ever (stuck_script.py, line" in fault.detail
     pids = [len(set((out / f"pids-{rank}.txt").read_text().split())) for rank in range(RANKS)]
     assert pids == [1, 2, 1], job.story()
     (recovery,) = ledger.recoveries
@@ -37,18 +37,81 @@ def test_the_rank_that_holds_all_up_is_named(tmp_path: Path, how: str) -> None:
         assert [int(line.split()[0]) for line in dict.fromkeys(lines)] == list(range(STEPS)), lines
 
 
-def test_it_is_named_by_the_rhythm_of_the_job_long_before(tmp_path: Path) -> None:
+def test_one_that_runs_is_named_by_the_rhythm_of_the_job_long_before(tmp_path: Path) -> None:
     """Nothing is done about it until then: it might be an evaluation."""
     out = tmp_path / "out"
-    options = ["--job", "late", "--nodes", RANKS, "--max-stall", 25, "--tee", "none"]
-    env = {"STUCK_AT": "35", "STUCK_SLEEP_S": "0.3"}
-    with Job(tmp_path, options, [HERE / "stuck_script.py", 40, out, "event"], env=env) as job:
+    options = ["--job", "late", "--nodes", RANKS, "--max-stall", 20, "--tee", "none"]
+    env = {"STUCK_AT": "45", "STUCK_SLEEP_S": "0.05"}
+    with Job(tmp_path, options, [HERE / "stuck_script.py", 50, out, "spin"], env=env) as job:
         job.ended(0, DEADLINE_S)
         ledger = job.ledger()
     (late,) = [event for event in ledger.events if event.kind == "late"]
     assert re.fullmatch(
-        r"no step in \d+ s, where the longest took \d+\.\d s: rank 1; 2 other ranks wait for it", late.text
+        r"no step in \d+\.\d s, where the longest took \d+\.\d s: rank 1: 2 other ranks wait in a "
+        r"collective that it has not come to: it runs, or waits for a disk in waits_for_ever "
+        r"\(stuck_script.py, line \d+\)",
+        late.text,
     )
     (fault,) = [one for one in ledger.faults if one.kind == "hung"]
     assert fault.rank == 1
     assert fault.seen_s - late.at_s > 5.0, job.story()
+
+
+@pytest.mark.parametrize(
+    "kinds",
+    [
+        ("stopped", "interpreter", "loader", "other_collective"),
+        pytest.param(
+            ("interpreter_asleep", "lock", "file", "native", "child", "lock@backward"), marks=pytest.mark.slow
+        ),
+    ],
+)
+def test_who_sleeps_is_replaced_by_the_rhythm_of_the_job(tmp_path: Path, kinds: tuple[str, ...]) -> None:
+    """Of one job each rank hangs in turn, each in another way."""
+    ranks, every = 4, 40
+    hangs = {every * (number + 1): (number % ranks, kind) for number, kind in enumerate(kinds)}
+    out, steps = tmp_path / "out", every * (len(kinds) + 1)
+    options = ["--job", "hangs", "--nodes", ranks, "--tee", "none"]
+    script = [
+        HERE / "hangs_script.py",
+        steps,
+        out,
+        ",".join(f"{at}:{rank}:{kind}" for at, (rank, kind) in hangs.items()),
+    ]
+    with Job(tmp_path, options, script) as job:
+        job.ended(0, DEADLINE_S)
+        ledger = job.ledger()
+    hung = [one for one in ledger.faults if one.kind == "hung"]
+    assert [one.rank for one in hung] == [rank for rank, _ in hangs.values()], job.story()
+    for number, (one, kind) in enumerate(zip(hung, kinds, strict=True)):
+        function = kind.partition("@")[0]
+        assert (f"in {function} (hangs_script.py, line" in one.detail) == (
+            kind not in ("stopped", "other_collective")
+        ), one.detail
+        # Long before the longest stall, which is 300 s.
+        began = float((out / f"hang-{every * (number + 1)}").read_text())
+        assert one.seen_s - began < 60.0
+    assert [recovery.rung for recovery in ledger.recoveries] == ["process"] * len(kinds)
+    losses = []
+    for rank in range(ranks):
+        lines = dict.fromkeys((out / f"loss-{rank}.txt").read_text().splitlines())
+        assert [int(line.split()[0]) for line in lines] == list(range(steps)), "no step has two losses"
+        losses.append(lines)
+        log = next((tmp_path / "state").glob(f"node-{rank}/logs/rank-{rank:05d}.log")).read_text()
+        named = [kind.partition("@")[0] for of, kind in hangs.values() if of == rank]
+        assert all(f" in {kind}\n" in log for kind in named if kind not in ("stopped", "other_collective")), (
+            log
+        )
+
+
+def test_what_the_script_has_said_is_no_hang(tmp_path: Path) -> None:
+    """An evaluation on one rank, long by the job's rhythm and longer than the longest stall; then a hang."""
+    out = tmp_path / "out"
+    options = ["--job", "phase", "--nodes", RANKS, "--max-stall", 8, "--tee", "none"]
+    script = [HERE / "hangs_script.py", 100, out, "40:1:evaluation,80:2:too_long"]
+    with Job(tmp_path, options, script) as job:
+        job.ended(0, DEADLINE_S)
+        ledger = job.ledger()
+    (fault,) = [one for one in ledger.faults if one.kind not in ("broken", "exit")]
+    assert (fault.kind, fault.rank) == ("hung", 2), job.story()
+    assert "(phase too long)" in fault.detail

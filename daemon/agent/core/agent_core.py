@@ -218,6 +218,12 @@ class AgentCore:
             if now - one.heard_at > self._pong_s and not one.hung:
                 self._kill(one, f"did not answer for {self._pong_s:.1f} s and was killed")
 
+    def stands(self, birth: int, still: m.Still | None) -> None:
+        """A process does not get on, or does again."""
+        one = self._occupant(birth)
+        if one is not None and self.slots[one.slot].stands(still):
+            self.out.append(ReportState(soon=True))
+
     def close(self) -> None:
         """The agent ends: no death of a process is a fault any more, and none that is just forked stays."""
         self._closing = True

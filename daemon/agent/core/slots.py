@@ -2,7 +2,7 @@
 
 from dataclasses import dataclass
 
-from ckptless.daemon.protocol.messages import Cause, Phase, SlotState
+from ckptless.daemon.protocol.messages import Cause, Phase, SlotState, Still
 
 
 @dataclass(eq=False)
@@ -49,9 +49,8 @@ class Slot:
     hooked: bool = False
     shard: tuple[int, int] = (0, -1)
     since: float = 0.0
-    # Whether its process waits for others; None while it gets on. And how far it was when it answered last.
-    waits: bool | None = None
-    answered: tuple[int, Phase, int | None] | None = None
+    # Set while its process does not get on.
+    still: Still | None = None
 
     @property
     def living(self) -> Occupant | None:
@@ -62,21 +61,18 @@ class Slot:
         """Begin a new phase."""
         self.stepped &= generation == self.generation
         self.phase, self.generation, self.cause, self.since = phase, generation, cause, now
-        self.waits = None
+        self.still = None
 
     def blame(self, cause: Cause, now: float) -> None:
         """Note that something is wrong with the process; its phase stays."""
         self.cause, self.since = cause, now
 
-    def answers(self, *, waits: bool) -> bool:
-        """Note whether the process waits for others, where it is as far as at its last answer.
-
-        Whether that is news.
-        """
-        at = (self.generation, self.phase, self.step)
-        before, self.waits = self.waits, waits if at == self.answered else None
-        self.answered = at
-        return self.waits != before
+    def stands(self, still: Still | None) -> bool:
+        """Note how its process stands still, or that it gets on. Whether that is news."""
+        before, self.still = self.still, still
+        if before is None or still is None:
+            return before is not still
+        return _news(before) != _news(still)
 
     def told(self, now: float) -> SlotState:
         """Return the slot as the daemon is told."""
@@ -88,7 +84,7 @@ class Slot:
             hooked=self.hooked,
             step=self.step,
             stepped=self.stepped,
-            waits=self.waits,
+            still=self.still,
             loss=self.loss,
             every=self.every,
             share=self.share,
@@ -96,3 +92,8 @@ class Slot:
             exit_code=self.exit_code,
             age_s=now - self.since,
         )
+
+
+def _news(still: Still) -> tuple[object, ...]:
+    """Return what of it a daemon is told of at once; the rest only grows older."""
+    return still.late, still.how, still.phase, still.allowed_s is None, still.call, still.queued, still.at

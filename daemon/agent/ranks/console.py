@@ -164,6 +164,11 @@ class RankOutput:
             os.close(self._log)
         self._log, self._log_path, self._log_failed = fd, log, False
 
+    def add(self, data: bytes) -> None:
+        """Write what the process has said elsewhere to its log."""
+        if data and not self._ended.is_set():
+            self._write_log(data)
+
     async def finish(self, deadline_s: float) -> None:
         """Copy what a dead process has left and stop. Call it after the death.
 

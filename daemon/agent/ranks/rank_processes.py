@@ -14,6 +14,8 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+from msgspec.structs import replace
+
 from ckptless.daemon.agent.core.actions import StartProcess
 from ckptless.daemon.agent.core.agent_core import AgentCore
 from ckptless.daemon.agent.core.slots import Slot
@@ -30,6 +32,7 @@ from ckptless.daemon.agent.ranks.environment import (
 from ckptless.daemon.agent.ranks.link import RankLink
 from ckptless.daemon.agent.ranks.processes import Process, SpawnSpec, Zygote
 from ckptless.daemon.agent.ranks.socket_folder import Scratch
+from ckptless.daemon.agent.ranks.standing import LOOK_S, Page, Standing, place, stacks_of
 from ckptless.daemon.protocol import messages as m
 from ckptless.daemon.protocol.errors import CkptlessError
 from ckptless.daemon.settings.agent_config import AgentConfig
@@ -39,9 +42,7 @@ logger = logging.getLogger(__name__)
 OUTPUT_DEADLINE_S = 1.0
 # From SIGKILL to the end of a process that the kernel can end.
 KILL_DEADLINE_S = 5.0
-PINGS_PER_DEADLINE = 4
-# What writing its stacks may take a process that is killed then.
-STACKS_S = 0.1
+PINGS_PER_DEADLINE, PING_S = 4, 1.0
 
 
 @dataclass
@@ -53,6 +54,8 @@ class RankProcess:
     output: RankOutput
     scratch: Path | None
     link: RankLink | None = None
+    # Once it has said Hello.
+    page: Page | None = None
 
 
 class RankProcesses:
@@ -71,6 +74,7 @@ class RankProcesses:
         self._running: dict[int, RankProcess] = {}
         self._starts = [0] * config.spec.slots_per_node
         self._early: dict[int, RankLink] = {}
+        self._standing = Standing(config.spec.limits.stall_s)
         self._tasks: set[asyncio.Task[None]] = set()
         # One for each process, until it is dead and all that it has printed is written.
         self._ends: set[asyncio.Task[None]] = set()
@@ -82,8 +86,9 @@ class RankProcesses:
         self.on_event: Callable[[str, str], None] = lambda _kind, _text: None
 
     def watch(self) -> None:
-        """Begin to ask the processes whether they live."""
+        """Begin to ask the processes whether they live, and to look whether they get on."""
         self._spawn_task(self._ping(), self._tasks)
+        self._spawn_task(self._look(), self._tasks)
 
     def _spawn_task(self, work: Coroutine[Any, Any, None], into: set[asyncio.Task[None]]) -> None:
         task = asyncio.create_task(work)
@@ -186,6 +191,8 @@ class RankProcesses:
             return
         one.link = link
         spec = self._config.spec
+        if one.page is None:
+            one.page = Page.make(asyncio.get_running_loop().time())
         link.send(
             m.Welcome(
                 job=spec.job,
@@ -193,7 +200,8 @@ class RankProcesses:
                 slot=slot.index,
                 host=self._config.comm_address or self._config.address,
                 pong_s=spec.limits.pong_s,
-            )
+            ),
+            one.page.fd,
         )
         self._core.hello(one.birth, asyncio.get_running_loop().time())
 
@@ -219,6 +227,8 @@ class RankProcesses:
         self._early.pop(one.process.pid, None)
         if one.link is not None:
             one.link.close()
+        if one.page is not None:
+            one.page.close()
         how = describe_exit(code)
         if self._core.occupied(one.birth) is not None:
             how += self._why_killed(code)
@@ -238,11 +248,20 @@ class RankProcesses:
         one = self._running.get(birth)
         if one is None:
             return
-        if hung:
-            one.process.kill(m.STACKS_SIGNAL)
-            asyncio.get_running_loop().call_later(STACKS_S, self.kill, birth)
+        if hung and one.page is not None and one.page.watched.at is None:
+            self._spawn_task(self._kill_hung(one, one.page), self._tasks)
         else:
             one.process.kill()
+
+    async def _kill_hung(self, one: RankProcess, page: Page) -> None:
+        await self._ask_where(one, page)
+        one.process.kill()
+
+    async def _ask_where(self, one: RankProcess, page: Page) -> None:
+        """Have a process write its stacks, to its log; and note where it is."""
+        stacks = await stacks_of(page, one.process.kill)
+        one.output.add(stacks.encode())
+        page.watched.at = place(stacks)
 
     def forward(self, number: signal.Signals) -> None:
         """Send it to every process that has come up; one that is still being forked does not get it."""
@@ -252,7 +271,7 @@ class RankProcesses:
     async def _ping(self) -> None:
         """Ask every process with hooks, again and again, whether it lives."""
         loop = asyncio.get_running_loop()
-        pause_s = self._config.spec.limits.pong_s / PINGS_PER_DEADLINE
+        pause_s = min(PING_S, self._config.spec.limits.pong_s / PINGS_PER_DEADLINE)
         sequence = 0
         while True:
             asked = loop.time()
@@ -263,6 +282,24 @@ class RankProcesses:
             for one in self._running.values():
                 if one.link is not None:
                     one.link.send(m.Ping(seq=sequence))
+
+    async def _look(self) -> None:
+        """Look at the pages of all processes, again and again."""
+        while True:
+            await asyncio.sleep(LOOK_S)
+            for one in list(self._running.values()):
+                slot = self._core.occupied(one.birth)
+                if one.page is None or slot is None:
+                    continue
+                now = asyncio.get_running_loop().time()
+                still = self._standing.look(one.page, slot, one.process.pid, now)
+                if still is not None and still.call is None and one.page.watched.at is None:
+                    # Once, before it is told of: what the others wait for is worth that.
+                    await self._ask_where(one, one.page)
+                    still = replace(still, at=one.page.watched.at or "")
+                if one.birth in self._running:
+                    self._core.stands(one.birth, still)
+            self._settle()
 
     # ------------------------------------------------------------------------------------- close
 

@@ -6,7 +6,7 @@ It compares what the agents report with the generation that there is. A generati
 before anybody hears of it; the orders between are the leader's own.
 """
 
-from collections.abc import Collection
+from collections.abc import Collection, Iterable
 from dataclasses import dataclass, field
 
 from ckptless.daemon.ckptlessd.planning import plan, twins_agree
@@ -183,6 +183,10 @@ class Leading:
         silent = self.stalls.silent(assignment, limits, now)
         self._give_up(silent, f"its agent has said nothing for {limits.stall_s:.0f} s")
         findings += self.stalls.overdue(assignment, limits, now)
+        hung, line = self.stalls.late(assignment, self.step, now)
+        findings += hung
+        if line is not None:
+            self.job.announce(line, now)
         if self.job.stage == "releasing" and now - self.job.since < ENDING_S:
             findings = [finding for finding in findings if finding.kind != "node-lost"]
         for finding in findings:
@@ -190,7 +194,7 @@ class Leading:
         if self.job.stage == "releasing":
             self._fail_after_training(findings)
         elif findings:
-            self._stop(assignment, _what(findings[0]), now, findings[0].age_s)
+            self._stop(assignment, _what(findings[0]), now, findings[0].age_s, _hanging(findings))
         elif parted is not None:
             self._stop(assignment, parted, now)
         elif (left := self.leaving.due(assignment, now)) is not None:
@@ -233,8 +237,6 @@ class Leading:
         self._see_step(progress.step, now)
         if (line := self.stalls.returned_early(progress, now)) is not None:
             job.announce(line, now)
-        if (line := self.stalls.late(progress.assignment, now)) is not None:
-            job.announce(line, now)
         if job.stage in ("joining", "releasing") and progress.all_have("exited"):
             self._ending = m.Outcome(
                 state="done", exit_code=0, reason="every rank ended by itself", why="done"
@@ -256,10 +258,17 @@ class Leading:
 
     # ------------------------------------------------------------------------------- stop, and plan
 
-    def _stop(self, assignment: m.Assignment, reason: str, now: float, age_s: float = 0.0) -> None:
+    def _stop(  # a stop, and its reason
+        self,
+        assignment: m.Assignment,
+        reason: str,
+        now: float,
+        age_s: float = 0.0,
+        kill: tuple[m.Place, ...] = (),
+    ) -> None:
         self.log.stopped(now, age_s)
-        self._killed.clear()
-        self._broadcast(m.Stop(generation=assignment.generation, reason=reason), now)
+        self._killed = {*kill}
+        self._broadcast(m.Stop(generation=assignment.generation, reason=reason, kill=kill), now)
 
     def _replan(self, progress: GenerationProgress, spec: m.JobSpec, now: float) -> None:
         """Once every agent is frozen and every rank is out: the next generation."""
@@ -353,6 +362,15 @@ class Leading:
         elif self.job.stage == "joining":
             self._said = now
             self.job.meet()
+
+
+def _hanging(findings: Iterable[Finding]) -> tuple[m.Place, ...]:
+    """Return the places of ranks that hang: they would not leave, and are not waited for."""
+    return tuple(
+        m.Place(node=one.node, slot=one.slot)
+        for one in findings
+        if one.kind == "hung" and one.source == "leader" and one.slot is not None
+    )
 
 
 def _what(finding: Finding) -> str:

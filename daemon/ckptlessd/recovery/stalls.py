@@ -1,13 +1,12 @@
 """Pure: what the leader makes of a job that does not get on: who is late, and what may be why."""
 
 import math
-from collections import deque
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from dataclasses import dataclass, field
 
 from ckptless.daemon.ckptlessd.planning import event_lines
 from ckptless.daemon.ckptlessd.planning.faults import Finding
-from ckptless.daemon.ckptlessd.recovery import pairs
+from ckptless.daemon.ckptlessd.recovery import hangs, pairs
 from ckptless.daemon.ckptlessd.recovery.generation_progress import GenerationProgress
 from ckptless.daemon.ckptlessd.recovery.job_state import JobState
 from ckptless.daemon.protocol import messages as m
@@ -17,11 +16,6 @@ APART_S = 3.0
 # Many find out about one bad port, one after the other: so long after the last one it is said who gives way,
 # but before the longest stall is over.
 SETTLED_S = 1.0
-# A step counts as late by the job's own rhythm: after so many times the longest of the last so many steps,
-# and never sooner than a scheduler, a disk or a collector of garbage may hold a rank up.
-LATE_TIMES, LATE_S = 5, 10.0
-RHYTHM, FEWEST = 256, 8
-MOST_NAMED = 4
 
 
 @dataclass
@@ -36,10 +30,9 @@ class Stalls:
     # Since when some of a generation's ranks are done and others not; never, once that was told.
     _early: tuple[int, float] = (0, 0.0)
     _told_early: str = ""
-    # How long the last steps of this reign took; the step that was seen last; of which it was told as late.
-    _rhythm: deque[float] = field(default_factory=lambda: deque(maxlen=RHYTHM))
-    _seen: float = 0.0
-    _told_late: float = 0.0
+    # The newest step when a rank was replaced, or named, for being late: not again before the next one.
+    _replaced: int = -1
+    _named: int = -1
 
     def _still_s(self, now: float) -> float:
         return now - max(self.job.since, self.job.moved)
@@ -85,11 +78,13 @@ class Stalls:
             return []
         late = [*self._late(assignment, slots, limits)] if to_join else []
         training = [one for one in slots if one[2].phase == "restored"]
-        if not late and stalled and training:
+        if not late and stalled and training and not self._excused(training, now):
             text = f"no step in {limits.stall_s:.0f} s"
-            if alone := [*self._waited_for(training, text)]:
-                return alone
-            text += _together({slot.waits for _, _, slot in training})
+            verdict = hangs.judge({rank: slot.still for rank, _, slot in training if slot.still is not None})
+            if verdict.suspects:
+                return [*self._hung(assignment, verdict, text)]
+            if all(slot.still is not None for _, _, slot in training):
+                text += f": {verdict.why}"
             if (early := event_lines.returned_early(assignment, job.nodes)) is not None:
                 text += f": {early.text}"
             return [Finding("stall", assignment.places[0].node, None, None, text, source="leader")]
@@ -112,45 +107,63 @@ class Stalls:
             if slot.phase not in want and (slot.hooked or not first):
                 yield Finding("hung", place.node, place.slot, rank, text, source="leader")
 
-    @staticmethod
-    def _waited_for(training: list[tuple[int, m.Place, m.SlotState]], text: str) -> Iterator[Finding]:
-        """Yield those that wait for nobody while others wait, who hold the job up; nobody where all wait."""
-        waiting = sum(slot.waits is True for _, _, slot in training)
-        for rank, place, slot in training:
-            if waiting and slot.waits is False:
-                others = f"{waiting} other rank{'s wait' if waiting > 1 else ' waits'}"
-                said = f"{text}: {others} in a collective that it has not come to"
-                yield Finding("hung", place.node, place.slot, rank, said, source="leader")
+    def _hung(self, assignment: m.Assignment, verdict: hangs.Verdict, text: str) -> Iterator[Finding]:
+        for rank, why in verdict.suspects:
+            place = assignment.places[rank]
+            yield Finding("hung", place.node, place.slot, rank, f"{text}: {why}", source="leader")
 
-    def late(self, assignment: m.Assignment, now: float) -> event_lines.Line | None:
-        """Say who holds up a step that takes much longer than the others did; once, and nothing is done.
+    def _excused(self, training: Iterable[tuple[int, m.Place, m.SlotState]], now: float) -> bool:
+        """Whether the script has said of a rank that what it is at may last longer."""
+        return any(
+            slot.still is not None
+            and slot.still.allowed_s is not None
+            and slot.still.allowed_s > now - self.job.nodes[place.node].told_s
+            for _, place, slot in training
+        )
 
-        A rank may have its reasons: an evaluation, a save. That it is in the way of others is worth a line
-        long before `overdue` replaces it.
+    def late(
+        self, assignment: m.Assignment, step: int, now: float
+    ) -> tuple[list[Finding], event_lines.Line | None]:
+        """Return who hangs by the job's own rhythm, or a line on who may: all ranks stand still for too long.
+
+        A rank that runs may have its reasons, an evaluation or a save of which it has not said anything: it
+        is named. One that sleeps where others wait for it is replaced; where that brings no step it was no
+        reason, and nothing is done until the longest stall is over.
         """
-        job = self.job
-        if job.moved != self._seen:
-            # Over a stop, or another leader's reign, it was no step's time.
-            if self._seen > job.since:
-                self._rhythm.append(job.moved - self._seen)
-            self._seen = job.moved
-        still_s = self._still_s(now)
-        if job.stage != "running" or len(self._rhythm) < FEWEST or self._told_late == job.moved:
-            return None
-        longest_s = max(self._rhythm)
-        if still_s < max(LATE_S, LATE_TIMES * longest_s):
-            return None
-        training = [one for one in self._slots(assignment) if one[2].phase == "restored"]
-        late = [f"rank {rank}" for rank, _, slot in training if slot.waits is False]
-        waiting = sum(slot.waits is True for _, _, slot in training)
-        if not late or not waiting:
-            return None
-        self._told_late = job.moved
-        more = len(late) - MOST_NAMED
-        who = ", ".join(late[:MOST_NAMED]) + (f" and {more} more" if more > 0 else "")
-        others = f"{waiting} other rank{'s wait' if waiting > 1 else ' waits'} for it"
-        text = f"no step in {still_s:.0f} s, where the longest took {longest_s:.1f} s: {who}; {others}"
-        return event_lines.Line("warning", "late", text)
+        if self.job.stage != "running" or self._replaced >= step:
+            return [], None
+        still: dict[int, m.Still] = {}
+        training: list[tuple[int, m.Place, m.SlotState]] = []
+        for rank, place, slot in self._slots(assignment):
+            if slot.phase != "restored" or slot.still is None or not slot.still.late:
+                return [], None
+            still[rank] = slot.still
+            training.append((rank, place, slot))
+        verdict = hangs.judge(still)
+        if len(still) < len(assignment.places) or self._excused(training, now):
+            return [], None
+        longest_s = max(one.longest_s for one in still.values())
+        # The one that has moved last may have waited for another one at first.
+        still_s = min(
+            one.still_s + now - self.job.nodes[place.node].told_s
+            for one, (_, place, _) in zip(still.values(), training, strict=True)
+        )
+        text = f"no step in {still_s:.1f} s, where the longest took {longest_s:.1f} s"
+        many = 2 * len(verdict.suspects) > len(still)
+        if verdict.sure and not many:
+            self._replaced = step
+            if verdict.suspects:
+                return [*self._hung(assignment, verdict, text)], None
+            return [
+                Finding(
+                    "stall", assignment.places[0].node, None, None, f"{text}: {verdict.why}", source="leader"
+                )
+            ], None
+        if self._named >= step or not verdict.suspects:
+            return [], None
+        self._named = step
+        ranks = hangs.ranks_in_words([rank for rank, _ in verdict.suspects])
+        return [], event_lines.Line("warning", "late", f"{text}: {ranks}: {verdict.suspects[0][1]}")
 
     def returned_early(self, progress: GenerationProgress, now: float) -> event_lines.Line | None:
         """Ranks that are done long before others, which wait for them in the next collective; told once."""
@@ -168,10 +181,3 @@ class Stalls:
             return None
         self._told_early = line.text
         return line
-
-
-def _together(waits: set[bool | None]) -> str:
-    """Return what all ranks do, where it is the same."""
-    if waits == {True}:
-        return ": all ranks wait in collectives, perhaps for different ones"
-    return ": no rank waits for another one" if waits == {False} else ""

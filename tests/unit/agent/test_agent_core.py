@@ -469,22 +469,3 @@ def test_where_a_rank_has_moved_away_from_a_process_that_ended_a_spare_waits(nod
     starts = node.births(node.assign(structs.replace(moved, bad=(place(0),)) if bad else moved))
     assert len(starts) == (0 if bad else 1)
     assert node.phases()[0] == ("exited" if bad else "starting")
-
-
-def test_whether_a_process_waits_is_told_only_where_it_has_not_got_on_since_its_last_answer(
-    node: Node,
-) -> None:
-    node.train(assignment(1, place(0), place(1)))
-    slot = node.core.slots[0]
-    assert not slot.answers(waits=True)  # nobody knows yet whether it gets on
-    assert slot.answers(waits=True)
-    assert not slot.answers(waits=True)
-    assert slot.told(0.0).waits is True
-    assert slot.answers(waits=False)
-    assert slot.told(0.0).waits is False
-    slot.step = 7
-    assert slot.answers(waits=True)
-    assert slot.told(0.0).waits is None
-    assert slot.answers(waits=True)
-    slot.enter("waiting", 1, 0.0)
-    assert slot.told(0.0).waits is None

@@ -29,7 +29,7 @@ class Job:
         stepped: bool = True,
         code: int | None = None,
         hooked: bool = True,
-        waits: bool | None = None,
+        still: m.Still | None = None,
     ) -> Heard:
         self.seq += 1
         assignment = self.node.control.job.assignment
@@ -42,7 +42,7 @@ class Job:
             hooked=hooked,
             step=STEP + stepped,
             stepped=stepped,
-            waits=waits,
+            still=still,
             cause=cause,
             exit_code=code,
         )

@@ -2,8 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-from typing import TypeVar
+from typing import Literal, TypeVar
 
 import pytest
 from msgspec import structs
@@ -11,7 +10,7 @@ from msgspec import structs
 from ckptless.daemon.ckptlessd.planning.event_lines import EARLY_S
 from ckptless.daemon.ckptlessd.recovery import events as e
 from ckptless.daemon.ckptlessd.recovery.leading import REPEAT_S
-from ckptless.daemon.ckptlessd.recovery.stalls import APART_S, FEWEST, LATE_S, LATE_TIMES, SETTLED_S
+from ckptless.daemon.ckptlessd.recovery.stalls import APART_S, SETTLED_S
 from ckptless.daemon.protocol import messages as m
 from ckptless.daemon.protocol.records import (
     EventRecord,
@@ -175,98 +174,143 @@ def _stops(out: object) -> bool:
     return isinstance(out, e.ToAgent) and isinstance(out.order, m.Stop)
 
 
+LATE_S, LONGEST_S = 4.0, 0.5
+WAITS = m.Call(group="0", size=3, number=8, operation="allreduce", elements=72)
+IN_SCRIPT = "f (a.py, line 3)"
+Kind = Literal["waits", "asleep", "working", "excused", "moves", "slow"]
+
+
+def of_kind(kind: Kind) -> m.Still | None:
+    """What an agent tells of a rank: it waits for others, sleeps, runs, has said that it may last, or moves.
+
+    "slow": it stands still, but not for long by its own rhythm.
+    """
+    if kind == "moves":
+        return None
+    return m.Still(
+        still_s=LATE_S,
+        late=kind != "slow",
+        how="working" if kind == "working" else "asleep",
+        phase="evaluation" if kind == "excused" else "compute",
+        longest_s=LONGEST_S,
+        allowed_s=60.0 if kind == "excused" else None,
+        call=WAITS if kind == "waits" else None,
+        at=IN_SCRIPT,
+    )
+
+
+def stand(job: Job, *ranks: Kind) -> Heard:
+    found = Heard()
+    for node, kind in enumerate(ranks):
+        found.outputs += job.say(node, "restored", still=of_kind(kind)).outputs
+    return found
+
+
 @pytest.mark.parametrize(
-    ("waits", "named", "says"),
+    ("ranks", "named", "says"),
     [
         (
-            (True, False, True),
+            ("waits", "working", "waits"),
             [1],
-            "no step in 600 s: 2 other ranks wait in a collective that it has not come to",
+            "no step in 600 s: 2 other ranks wait in a collective that it has",
         ),
-        ((False, True, False), [0, 2], "no step in 600 s: 1 other rank waits in a collective that it"),
         (
-            (True, True, True),
-            [],
-            "no step in 600 s: all ranks wait in collectives, perhaps for different ones",
+            ("working", "waits", "working"),
+            [0, 2],
+            "no step in 600 s: 1 other rank waits in a collective that it",
         ),
-        ((False, False, False), [], "no step in 600 s: no rank waits for another one"),
-        ((True, None, True), [], "no step in 600 s"),
-        ((False, None, None), [], "no step in 600 s"),
+        (("waits", "waits", "waits"), [], "all ranks wait in collectives: ranks 0, 1, 2 in allreduce"),
+        (("working", "working", "working"), [], "no step in 600 s: no rank waits for another one"),
+        (("waits", "moves", "waits"), [], "no step in 600 s"),
     ],
 )
-def test_who_holds_the_job_up_is_named(waits: tuple[bool | None, ...], named: list[int], says: str) -> None:
+def test_who_holds_the_job_up_is_named(ranks: tuple[Kind, ...], named: list[int], says: str) -> None:
     job = Job()
-    for node, one in enumerate(waits):
-        job.say(node, "restored", waits=one)
+    stand(job, *ranks)
     job.node.wait(STALL_S + 10.0, 5.0)
     told = events(job.node.told, "hung")
     assert [row.about.rank for row in told if row.about] == named
     assert all(says in row.text for row in told)
     reason = next(out.order.reason for out in job.node.told.outputs if _stops(out))  # type: ignore[union-attr]
-    assert reason.endswith(says) if not named else says in reason
+    assert says in reason
 
 
-def makes_steps(job: Job, first: int, pauses: Sequence[float], waits: Sequence[bool | None] = ()) -> None:
-    """All ranks make one step after each of these pauses, and from then on wait, or do not."""
+def test_who_hangs_by_the_job_s_own_rhythm_is_replaced_at_once() -> None:
+    job = Job()
+    found = stand(job, "waits", "asleep", "waits")
+    (stop,) = [order for order in found.orders if isinstance(order, m.Stop)]
+    assert stop.kill == (m.Place(node=1, slot=0),), "it is not waited for"
+    (told,) = events(job.node.told, "hung")
+    assert told.about is not None
+    assert told.about.rank == 1
+    assert "no step in 4.0 s, where the longest took 0.5 s: 2 other ranks wait" in told.text
+    assert f"it sleeps in {IN_SCRIPT}" in told.text
+    job.freeze(0, 2, 3)
+    cause = m.Cause(kind="hung", text="stands still")
+    job.say(1, "exited", cause=cause, frozen=True, code=-9)
+    assert job.generation == 2
     assignment = job.node.control.job.assignment
     assert assignment is not None
-    for number, pause_s in enumerate(pauses, first):
-        job.node.wait(pause_s, 0.25)
-        for node in range(3):
-            slot = m.SlotState(
-                slot=0,
-                phase="restored",
-                generation=assignment.generation,
-                hooked=True,
-                step=number,
-                stepped=True,
-                waits=waits[node] if waits else None,
-            )
-            job.seq += 1
-            state = m.AgentState(seq=job.seq, slots=(slot,), assigned=assignment.generation)
-            job.node.feed(e.Report(node, state))
-
-
-WAITING = (True, False, True)
+    assert assignment.renew == (m.Place(node=1, slot=0),)
+    assert (assignment.rung, job.lost) == ("process", [])
 
 
 @pytest.mark.parametrize(
-    ("pauses", "waits", "late_after_s"),
+    "ranks",
     [
-        ([1.0] * 20, WAITING, LATE_S),
-        ([1.0] * 10 + [4.0] + [1.0] * 10, WAITING, 4.0 * LATE_TIMES),  # as an evaluation now and then
-        ([1.0] * 20, (True, True, True), None),
-        ([1.0] * 20, (False, False, False), None),
-        ([1.0] * 20, (True, None, True), None),
-        ([1.0] * FEWEST, WAITING, None),  # the first steps tell of no rhythm
+        ("waits", "asleep", "moves"),
+        ("waits", "asleep", "slow"),
+        ("waits", "slow", "waits"),
+        ("waits", "excused", "waits"),
+        ("excused", "asleep", "waits"),
+        ("waits", "asleep", "asleep"),  # most of them: another process would be no better
+        ("asleep", "asleep", "asleep"),
+        ("waits", "waits", "waits"),
     ],
 )
-def test_a_late_step_is_told_by_the_job_s_own_rhythm(
-    pauses: list[float], waits: tuple[bool | None, ...], late_after_s: float | None
-) -> None:
+def test_as_long_as_it_may_be_something_else_nothing_is_done(ranks: tuple[Kind, ...]) -> None:
     job = Job()
-    makes_steps(job, STEP + 2, pauses, waits)
-    job.node.wait((late_after_s or 60.0) - 1.0, 0.25)
-    assert events(job.node.told, "late") == []
-    job.node.wait(100.0, 0.25)
-    told = [row.text for row in events(job.node.told, "late")]
-    assert len(told) == (late_after_s is not None)
-    if told:
-        longest = f"no step in {late_after_s:.0f} s, where the longest took {max(pauses):.1f} s"
-        assert told == [f"{longest}: rank 1; 2 other ranks wait for it"]
-    # Nothing is done about it.
+    stand(job, *ranks)
+    assert m.Stop not in kinds(job.node.wait(50.0, 1.0))
+    assert events(job.node.told, "hung") == []
+
+
+def test_who_may_have_its_reasons_is_named_once() -> None:
+    job = Job()
+    stand(job, "waits", "working", "waits")
+    job.node.wait(50.0, 1.0)
+    (line,) = events(job.node.told, "late")
+    assert "no step in 4.0 s, where the longest took 0.5 s: rank 1: 2 other ranks wait" in line.text
     assert (job.stage(), job.lost) == ("running", [])
+    stand(job, "waits", "asleep", "waits")
+    assert job.stage() == "stopping", "by now it sleeps"
 
 
-def test_the_next_late_step_is_told_by_a_rhythm_that_has_the_last_one() -> None:
+def test_where_a_new_process_brings_no_step_it_was_no_reason() -> None:
     job = Job()
-    makes_steps(job, STEP + 2, [1.0] * 20, WAITING)
-    makes_steps(job, STEP + 22, [30.0], WAITING)
-    assert len(events(job.node.told, "late")) == 1
-    job.node.wait(30.0 * LATE_TIMES - 1.0, 1.0)
-    assert len(events(job.node.told, "late")) == 1
-    job.node.wait(2.0, 1.0)
-    assert len(events(job.node.told, "late")) == 2
+    stand(job, "waits", "asleep", "waits")
+    job.freeze(0, 2, 3)
+    job.say(1, "exited", cause=m.Cause(kind="hung", text="x"), frozen=True, code=-9)
+    for phase in ("joined", "restored"):
+        for node in range(NODES):
+            job.say(node, phase, stepped=False)
+    for node in range(NODES):
+        job.say(node, "restored")
+    assert (job.generation, job.stage()) == (2, "running")
+    stand(job, "waits", "asleep", "waits")
+    assert m.Stop not in kinds(job.node.wait(STALL_S - 10.0, 5.0))
+    assert m.Stop in kinds(job.node.wait(20.0, 5.0)), "the longest stall is over"
+
+
+def test_what_the_script_has_said_counts_beyond_the_longest_stall_too() -> None:
+    job = Job()
+    still = of_kind("excused")
+    assert still is not None
+    longer = structs.replace(still, allowed_s=STALL_S + 100.0)
+    for node in range(3):
+        job.say(node, "restored", still=longer)
+    assert m.Stop not in kinds(job.node.wait(STALL_S + 90.0, 5.0))
+    assert m.Stop in kinds(job.node.wait(20.0, 5.0))
 
 
 def test_a_job_of_one_rank_stalls_as_others_do() -> None:

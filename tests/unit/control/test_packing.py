@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import zlib
 
 import msgspec
@@ -103,8 +104,9 @@ def damaged(at: int) -> bytes:
 @given(st.binary(max_size=40) | st.integers(0, 5000).map(damaged))
 @settings(deadline=None, max_examples=300)
 def test_what_is_damaged_is_refused(body: bytes) -> None:
-    with pytest.raises((ProtocolError, MissingBaseError)):
-        unpack(body, BASE, digest_of(DECREE), NODES)
+    """Or says the same in another way, as with -0.0 for 0.0."""
+    with contextlib.suppress(ProtocolError, MissingBaseError):
+        assert unpack(body, BASE, digest_of(DECREE), NODES) == DECREE
 
 
 @pytest.mark.parametrize(

@@ -1,0 +1,122 @@
+"""Pure: from what a rank's page shows over time to whether the rank stands still, longer than it ever did."""
+
+from collections import deque
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+
+from ckptless.daemon.protocol import messages as m
+from ckptless.daemon.protocol.page import FOR_AGENT, GroupCalls, Stepped
+
+# A rank is late after so many times the longest of the last so many steps of its node, and after so many
+# times the longest ever: an evaluation comes again. And never sooner than this: a scheduler, a disk or a
+# collector of garbage may hold it up for a while.
+TIMES, RECENT, TIMES_EVER, FLOOR_S = 5, 256, 2, 3.5
+# Of fewer steps there is no rhythm.
+FEWEST = 32
+# What its process does is looked at once it has stood still for so long, over so long at least.
+LOOK_AFTER_S, OVER_S = 1.0, 2.0
+# Who runs for no more of the time, and wants to run for no more of it, is asleep.
+ASLEEP = 0.1
+# An interpreter that runs answers sooner.
+DEAF_S = 3.0
+
+
+@dataclass
+class Rhythm:
+    """How long the steps of a node's ranks took, since its agent began; `longest_s` of the recent ones."""
+
+    longest_s: float = 0.0
+    _ever_s: float = 0.0
+    _newest: int = -1
+    _recent: deque[float] = field(default_factory=lambda: deque(maxlen=RECENT))
+
+    def take(self, steps: Sequence[Stepped]) -> None:
+        """Note steps that are done, which all ranks make together."""
+        new = [step for step in steps if step.step > self._newest]
+        if not new:
+            return
+        self._newest = new[-1].step
+        self._recent.extend(step.took_s for step in new)
+        self.longest_s = max(self._recent, default=0.0)
+        self._ever_s = max(self._ever_s, self.longest_s)
+
+    @property
+    def late_after_s(self) -> float | None:
+        """After how long without a sign of getting on a rank is late; None while nobody knows."""
+        if len(self._recent) < FEWEST:
+            return None
+        return max(FLOOR_S, TIMES * self.longest_s, TIMES_EVER * self._ever_s)
+
+
+@dataclass(frozen=True)
+class Activity:
+    """What the kernel says of a process and its children: how long they ran, and each thread waited to run.
+
+    `wanted_s`: by the threads' numbers. `blocked`: one of the process waits for a disk. `stopped`: by a
+    signal.
+    """
+
+    ran_s: float
+    wanted_s: Mapping[int, float] = field(default_factory=dict)
+    blocked: bool = False
+    stopped: bool = False
+
+    def since(self, before: "Activity") -> float:
+        """Return for how many seconds since then something ran or wanted to."""
+        wanted = sum(wanted_s - before.wanted_s.get(one, 0.0) for one, wanted_s in self.wanted_s.items())
+        return self.ran_s - before.ran_s + wanted
+
+
+@dataclass
+class Watched:
+    """One rank's process, since it was given a page. Times are seconds of the agent's clock."""
+
+    moved_at: float
+    _seen: bytes = b""
+    _since: tuple[float, Activity] | None = None
+    _how: m.Stillness = "working"
+    # The place in the script, once it was asked for in this standstill.
+    at: str | None = None
+
+    def see(self, moving: bytes, now: float) -> float:
+        """Take the page's words; return for how long they have been these."""
+        if moving != self._seen:
+            self._seen, self.moved_at = moving, now
+            self._since, self._how, self.at = None, "working", None
+        return now - self.moved_at
+
+    def act(self, activity: Activity | None, now: float) -> None:
+        """Take what the kernel says; None: nothing that is known."""
+        if activity is None:
+            self._since, self._how = None, "working"
+        elif activity.stopped:
+            self._how = "stopped"
+        elif self._since is None:
+            self._since = now, activity
+        elif now - self._since[0] >= OVER_S:
+            began, before = self._since
+            idle = activity.since(before) <= ASLEEP * (now - began)
+            still = idle and not (activity.blocked or before.blocked)
+            self._how, self._since = ("asleep" if still else "working"), (now, activity)
+
+    def how(self, silent_s: float) -> m.Stillness:
+        """Return what it is at, where it has not answered for so long."""
+        return "deaf" if self._how != "stopped" and silent_s > DEAF_S else self._how
+
+
+def waits_in(groups: Sequence[GroupCalls], *, for_agent: bool) -> m.Call | None:
+    """Return what a rank waits in, the collective that began first among those that are not done."""
+    for group in groups:
+        if group.begun == group.done:
+            continue
+        if not group.name:
+            peer = group.elements - 1 if group.elements else None
+            return m.Call(group="", operation=group.operation, peer=peer)
+        return m.Call(
+            group=group.name,
+            size=group.size,
+            number=group.done + 1,
+            operation=group.operation,
+            elements=group.elements,
+        )
+    return m.Call(group="", operation=FOR_AGENT) if for_agent else None

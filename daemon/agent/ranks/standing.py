@@ -1,0 +1,132 @@
+"""Looks at the pages of this node's ranks, and finds out what a rank is at that does not get on."""
+
+import asyncio
+import os
+import re
+import sysconfig
+import time
+from collections.abc import Callable
+from dataclasses import dataclass
+from pathlib import Path
+
+from ckptless.daemon.agent.core import stillness
+from ckptless.daemon.agent.core.slots import Slot
+from ckptless.daemon.agent.ranks.activity import activity
+from ckptless.daemon.protocol import messages as m
+from ckptless.daemon.protocol import page as p
+
+LOOK_S = 0.25
+# What writing its stacks may take a process, and how many bytes of them are read.
+STACKS_S, PAUSE_S, STACKS_NBYTES = 0.3, 0.02, 1 << 18
+_FRAME = re.compile(r'^  File "(.*)", line (\d+) in (.*)$')
+_LIBRARIES = tuple({sysconfig.get_path(name) for name in ("stdlib", "platstdlib", "purelib", "platlib")})
+
+
+@dataclass
+class Page:
+    """A process's page, which lives as long as the process; `step` is the newest whose time is known."""
+
+    fd: int
+    reader: p.PageReader
+    watched: stillness.Watched
+    step: int = -1
+    stacks_at: int = p.NBYTES
+    closed: bool = False
+
+    @classmethod
+    def make(cls, now: float) -> "Page":
+        """Raises OSError."""
+        fd = os.memfd_create("ckptless-page", os.MFD_CLOEXEC)
+        try:
+            os.ftruncate(fd, p.NBYTES)
+            return cls(fd, p.PageReader(fd), stillness.Watched(now))
+        except OSError:
+            os.close(fd)
+            raise
+
+    def new_stacks(self) -> str:
+        """Return what a signal has had the process write since the last time."""
+        data = os.pread(self.fd, STACKS_NBYTES, self.stacks_at)
+        self.stacks_at += len(data)
+        return data.decode(errors="replace")
+
+    def close(self) -> None:
+        """Its process has ended."""
+        self.closed = True
+        self.reader.close()
+        os.close(self.fd)
+
+
+class Standing:
+    """How all ranks of a node get on. Owned by the agent's event loop."""
+
+    def __init__(self, stall_s: float) -> None:
+        self._rhythm = stillness.Rhythm()
+        # Before the longest stall is over the leader must know who waits for whom.
+        self._told_after_s = stall_s / 2
+
+    def look(self, page: Page, slot: Slot, pid: int, now: float) -> m.Still | None:
+        """Return how a rank stands still, if it does for long enough to be told of.
+
+        Where the script is, `Watched.at`, is for somebody to ask the process.
+        """
+        one, reader = page.watched, page.reader
+        if not reader.taken or slot.phase != "restored":
+            one.see(b"", now)
+            return None
+        self._learn(page)
+        still_s = one.see(reader.moving(), now)
+        if still_s < stillness.LOOK_AFTER_S:
+            return None
+        one.act(activity(pid), now)
+        late_after_s = self._rhythm.late_after_s
+        late = late_after_s is not None and still_s >= late_after_s
+        if not late and still_s < self._told_after_s:
+            return None
+        occupant, groups = slot.occupant, reader.groups()
+        silent_s = now - occupant.heard_at if occupant is not None and not occupant.released else 0.0
+        return m.Still(
+            still_s=still_s,
+            late=late,
+            how=one.how(silent_s),
+            phase=reader.phase,
+            longest_s=self._rhythm.longest_s,
+            allowed_s=reader.allowed_s(now),
+            call=stillness.waits_in(groups, for_agent=reader.waits),
+            queued=tuple((group.name, group.queued) for group in groups if group.queued),
+            at=one.at or "",
+        )
+
+    def _learn(self, page: Page) -> None:
+        found = page.reader.steps_after(page.step)
+        if found:
+            page.step = found[-1].step
+            self._rhythm.take(found)
+
+
+def place(stacks: str) -> str:
+    """Return where the main thread is in code that is nobody's library, from what faulthandler writes."""
+    # The main thread is the last; of its frames the innermost comes first.
+    frames = [_FRAME.match(line) for line in stacks.rpartition("(most recent call first):")[2].splitlines()]
+    known = [frame.groups() for frame in frames if frame is not None]
+    own = [frame for frame in known if not frame[0].startswith(_LIBRARIES)]
+    if not known:
+        return ""
+    path, line, function = (own or known)[0]
+    return f"{function} ({Path(path).name}, line {line})"
+
+
+async def stacks_of(page: Page, kill: Callable[[int], None]) -> str:
+    """Ask a process for the stacks of its threads; "" where it writes none, as while it is stopped."""
+    kill(m.STACKS_SIGNAL)
+    stacks, deadline = "", time.monotonic() + STACKS_S
+    while time.monotonic() < deadline:
+        await asyncio.sleep(PAUSE_S)
+        if page.closed:
+            break
+        more = page.new_stacks()
+        if stacks and not more:
+            # Nothing in a pause: it is done.
+            break
+        stacks += more
+    return stacks

@@ -1,0 +1,218 @@
+"""When a rank counts as late, what its process is at, and what the rank waits in."""
+
+from __future__ import annotations
+
+import os
+import random
+import signal
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import pytest
+
+from ckptless.daemon.agent.core.slots import Slot
+from ckptless.daemon.agent.core.stillness import (
+    ASLEEP,
+    DEAF_S,
+    FEWEST,
+    FLOOR_S,
+    OVER_S,
+    RECENT,
+    TIMES,
+    TIMES_EVER,
+    Activity,
+    Rhythm,
+    Watched,
+    waits_in,
+)
+from ckptless.daemon.agent.ranks.activity import activity
+from ckptless.daemon.agent.ranks.standing import place
+from ckptless.daemon.protocol import messages as m
+from ckptless.daemon.protocol.page import FOR_AGENT, GroupCalls, Stepped
+
+
+def steps(*took_s: float, first: int = 0) -> list[Stepped]:
+    return [Stepped(number, one, 0.0, 0.0, 0.0) for number, one in enumerate(took_s, first)]
+
+
+def test_before_a_few_steps_nothing_is_late() -> None:
+    rhythm = Rhythm()
+    rhythm.take(steps(*[0.1] * (FEWEST - 1)))
+    assert rhythm.late_after_s is None
+    rhythm.take(steps(*[0.1] * (FEWEST - 1)))  # of another rank of the node
+    assert rhythm.late_after_s is None
+    rhythm.take(steps(0.1, first=FEWEST))
+    assert rhythm.late_after_s == FLOOR_S
+
+
+def test_the_longest_of_recent_steps_counts_and_an_older_one_less() -> None:
+    rhythm = Rhythm()
+    rhythm.take(steps(*[0.1] * FEWEST, 60.0))
+    assert rhythm.late_after_s == TIMES * 60.0
+    rhythm.take(steps(*[1.0] * (RECENT - 1), first=100))
+    assert rhythm.late_after_s == TIMES * 60.0
+    rhythm.take(steps(1.0, first=1000))
+    assert rhythm.late_after_s == TIMES_EVER * 60.0, "an evaluation comes again"
+    assert rhythm.longest_s == 1.0
+
+
+def test_a_job_of_wild_steps_is_late_hardly_ever() -> None:
+    """Log-normal step times, spread by a factor of e: once in a day, and then it has to sleep as well."""
+    late = 0
+    for seed in range(200):
+        draw, rhythm, spent_s, step = random.Random(seed), Rhythm(), 0.0, 0
+        while spent_s < 3600.0:
+            took_s = draw.lognormvariate(0.0, 1.0)
+            late += rhythm.late_after_s is not None and took_s > rhythm.late_after_s
+            rhythm.take(steps(took_s, first=step))
+            spent_s, step = spent_s + took_s, step + 1
+    assert late <= 200 / 24
+
+
+def looked(watched: Watched, now: float, *activities: Activity | None) -> None:
+    """Look at what the kernel says, `OVER_S` apart."""
+    for number, one in enumerate(activities):
+        watched.act(one, now + number * OVER_S)
+
+
+@pytest.mark.parametrize(
+    ("activities", "silent_s", "how"),
+    [
+        ([Activity(1.0), Activity(1.0)], 0.0, "asleep"),
+        ([Activity(1.0), Activity(1.0 + ASLEEP * OVER_S + 0.01)], 0.0, "working"),
+        ([Activity(1.0), Activity(1.0), Activity(2.0)], 0.0, "working"),
+        ([Activity(1.0), Activity(2.0), Activity(2.0)], 0.0, "asleep"),
+        ([Activity(1.0, {7: 1.0}), Activity(1.0, {7: 2.0})], 0.0, "working"),  # it wants to run, and may not
+        ([Activity(1.0, {7: 1.0, 8: 3.0}), Activity(1.0, {7: 1.0})], 0.0, "asleep"),  # a thread has ended
+        ([Activity(1.0), Activity(1.0, {9: 1.0})], 0.0, "working"),  # another one has begun
+        ([Activity(1.0), Activity(1.0, blocked=True)], 0.0, "working"),
+        ([Activity(1.0, blocked=True), Activity(1.0)], 0.0, "working"),
+        ([Activity(1.0), None], 0.0, "working"),
+        ([Activity(1.0)], 0.0, "working"),
+        ([], DEAF_S + 0.1, "deaf"),
+        ([Activity(1.0), Activity(3.0)], DEAF_S + 0.1, "deaf"),
+        ([Activity(1.0), Activity(3.0)], DEAF_S, "working"),
+        ([Activity(1.0), Activity(1.0)], DEAF_S + 0.1, "deaf"),
+        ([Activity(1.0, stopped=True)], DEAF_S + 0.1, "stopped"),
+        ([Activity(1.0, stopped=True)], 0.0, "stopped"),
+    ],
+)
+def test_what_a_process_is_at(activities: list[Activity | None], silent_s: float, how: str) -> None:
+    watched = Watched(0.0)
+    looked(watched, 1.0, *activities)
+    assert watched.how(silent_s) == how
+
+
+def test_whoever_gets_on_begins_anew() -> None:
+    watched = Watched(0.0)
+    assert watched.see(b"a", 1.0) == 0.0
+    looked(watched, 2.0, Activity(1.0), Activity(1.0))
+    watched.at = "here"
+    assert watched.see(b"a", 9.0) == 8.0
+    assert watched.how(0.0) == "asleep"
+    moved = watched
+    assert moved.see(b"b", 10.0) == 0.0
+    assert moved.how(0.0) == "working"
+    assert moved.at is None
+    assert watched.see(b"b", 11.0) == 1.0
+
+
+def group(name: str, begun: int, done: int, elements: int = 9) -> GroupCalls:
+    operation = "allreduce" if name else "recv"
+    return GroupCalls(name, 4, begun, done, 0, operation, elements)
+
+
+@pytest.mark.parametrize(
+    ("groups", "for_agent", "call"),
+    [
+        ([], False, None),
+        ([group("", 3, 3), group("0", 5, 5)], False, None),
+        ([group("0", 5, 5)], True, m.Call(group="", operation=FOR_AGENT)),
+        (
+            [group("", 3, 3), group("0", 5, 5), group("1", 7, 5)],
+            True,
+            m.Call(group="1", size=4, number=6, operation="allreduce", elements=9),
+        ),
+        ([group("", 3, 2), group("0", 5, 4)], False, m.Call(group="", operation="recv", peer=8)),
+        ([group("", 3, 2, 0)], False, m.Call(group="", operation="recv")),
+    ],
+)
+def test_what_a_rank_waits_in(groups: list[GroupCalls], for_agent: bool, call: m.Call | None) -> None:
+    assert waits_in(groups, for_agent=for_agent) == call
+
+
+def test_of_a_rank_that_stands_still_it_is_told_once() -> None:
+    slot = Slot(0)
+    still = m.Still(still_s=3.5, late=True, how="working", phase="compute")
+    assert not slot.stands(None)
+    assert slot.stands(still)
+    older = m.Still(still_s=4.5, late=True, how="working", phase="compute", allowed_s=None)
+    assert not slot.stands(older)
+    assert slot.told(0.0).still == older
+    assert slot.stands(m.Still(still_s=5.5, late=True, how="asleep", phase="compute"))
+    assert slot.stands(None)
+    assert slot.stands(still)
+    slot.enter("left", 1, 0.0)
+    assert slot.told(0.0).still is None
+
+
+STACKS = f"""Thread 0x00007f6d5dffb6c0 (most recent call first):
+  File "{os.__file__}", line 81 in _worker
+  File "/home/me/other.py", line 1 in helper
+
+Current thread 0x00007f6d87c45b80 (most recent call first):
+  File "{os.__file__}", line 327 in wait
+  File "/home/me/my train.py", line 32 in in_the_way
+  File "/home/me/my train.py", line 47 in train
+"""
+
+
+def test_the_place_in_the_script_is_the_main_thread_s() -> None:
+    assert place(STACKS) == "in_the_way (my train.py, line 32)"
+    assert (
+        place(STACKS.split("\n\n")[0].replace("/home/me/other.py", os.__file__)) == "_worker (os.py, line 81)"
+    )
+    assert place("") == place("garbage\n  File x") == ""
+
+
+# ---------------------------------------------------------------------------------------- real processes
+
+
+@pytest.mark.parametrize(
+    ("code", "how"),
+    [
+        ("import time; time.sleep(100)", "asleep"),
+        ("while True: pass", "working"),
+        ("import subprocess, sys; subprocess.run([sys.executable, '-c', 'while True: pass'])", "working"),
+        ("import subprocess; [subprocess.run(['true']) for _ in iter(int, 1)]", "working"),
+        ("import os; os.kill(os.getpid(), 19)", "stopped"),
+    ],
+)
+def test_what_the_kernel_says_of_a_process(code: str, how: str) -> None:
+    with subprocess.Popen([sys.executable, "-c", code], start_new_session=True) as process:
+        try:
+            watched, deadline = Watched(0.0), time.monotonic() + 30.0
+            while watched.how(0.0) != how or how == "working":
+                watched.act(activity(process.pid), time.monotonic())
+                time.sleep(0.1)
+                if watched._since is not None and how == "working" and time.monotonic() > deadline - 25.0:
+                    break
+                assert time.monotonic() < deadline, watched
+            assert watched.how(0.0) == how
+        finally:
+            os.killpg(process.pid, signal.SIGKILL)
+
+
+def test_of_what_the_kernel_does_not_tell_all_nothing_is_known(tmp_path: Path) -> None:
+    assert activity(os.getpid(), tmp_path) is None
+    (tmp_path / "7" / "task" / "7").mkdir(parents=True)
+    (tmp_path / "7" / "stat").write_text("7 (a) S b) S " + " ".join(["1"] * 40))
+    (tmp_path / "7" / "task" / "7" / "stat").write_text("7 (x) R) D " + " ".join(["1"] * 40))
+    (tmp_path / "7" / "task" / "7" / "schedstat").write_text("5 2000000000 1\n")
+    assert activity(7, tmp_path) is None, "this kernel names no children"
+    (tmp_path / "7" / "task" / "7" / "children").write_text("\n")
+    found = activity(7, tmp_path)
+    assert found is not None
+    assert (found.wanted_s, found.blocked, found.stopped) == ({7: 2.0}, True, False)
