@@ -16,6 +16,7 @@ from ckptless.daemon.ckptctl.replicas import replicas
 from ckptless.daemon.ckptctl.resize import resize
 from ckptless.daemon.ckptctl.save import save
 from ckptless.daemon.ckptctl.status import status
+from ckptless.daemon.ckptctl.stragglers import stragglers
 from ckptless.daemon.ckptctl.this_node import health, kept
 from ckptless.daemon.ckptctl.timeline import timeline
 from ckptless.daemon.protocol.errors import CkptlessError
@@ -50,6 +51,7 @@ COMMANDS: dict[click.Command, dict[str, str]] = {
     replicas: {"replicas": "who holds what of its state"},
     data: {"data": "its batches, and whether ranks wait for them"},
     events: {"events -f": "its story, as it goes"},
+    stragglers: {"stragglers": "which ranks hold up the others"},
     timeline: {"timeline": "where the time of each recovery went"},
     evict: {"evict 4711 node02": "take a node out of a job, for a spare"},
     release: {"release 4711 node02": "give a node of it back to Slurm"},

@@ -56,6 +56,7 @@ from ckptless.daemon.protocol.model import JobSpec as JobSpec
 from ckptless.daemon.protocol.model import Limits as Limits
 from ckptless.daemon.protocol.model import NodeInfo as NodeInfo
 from ckptless.daemon.protocol.model import Outcome as Outcome
+from ckptless.daemon.protocol.model import Pace as Pace
 from ckptless.daemon.protocol.model import Phase as Phase
 from ckptless.daemon.protocol.model import Place as Place
 from ckptless.daemon.protocol.model import Replaced as Replaced

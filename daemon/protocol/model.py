@@ -245,12 +245,26 @@ class Still(Clipped, Value, frozen=True, kw_only=True):
     at: Text = ""
 
 
+class Pace(Value, frozen=True, kw_only=True):
+    """Medians over a rank's last steps, up to `step`: seconds of a step, and what of it went where.
+
+    `own_s` is neither `waited_s`, for others, nor `commit_s`; `data_s`, waiting for a batch, is part of it.
+    """
+
+    step: Number
+    took_s: Seconds
+    own_s: Seconds
+    waited_s: Seconds
+    data_s: Seconds
+    commit_s: Seconds
+
+
 class SlotState(Value, frozen=True, kw_only=True):
     """A slot as its agent sees it. `generation` is the one that `phase` speaks of.
 
     `step` is the newest that is done; each `every`-th is committed, which takes `share` of the time.
     `stepped`: one was done in this generation, whatever became of the process since. `still`: it does
-    not get on.
+    not get on. `pace`: of its last steps.
     `exit_code` is negative for a signal. `hooked` tells whether the process speaks to the agent
     (`ckptless.run`), or is a plain script. `age_s`: how long ago that began.
     """
@@ -263,6 +277,7 @@ class SlotState(Value, frozen=True, kw_only=True):
     step: Step | None = None
     stepped: bool = False
     still: Still | None = None
+    pace: Pace | None = None
     loss: float | None = None
     every: Number | None = None
     share: Share | None = None

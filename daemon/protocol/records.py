@@ -35,7 +35,7 @@ from ckptless.daemon.protocol.limits import (
     Word,
     one_line,
 )
-from ckptless.daemon.protocol.model import RingState
+from ckptless.daemon.protocol.model import Pace, RingState
 
 JobState: TypeAlias = Literal["forming", "running", "recovering", "done", "failed", "stopped"]
 NodeState: TypeAlias = Literal["up", "daemon-away", "lost"]
@@ -90,7 +90,8 @@ class SlotRecord(Struct, frozen=True, kw_only=True, tag="slot", forbid_unknown_f
     """A slot and the process in it. Key: job, node, slot. A later `updated_s` replaces.
 
     `rank` is None for a spare; `phase` is the agent's word (see `messages.Phase`). Each `every`-th step is
-    committed, which takes `share` of its rank's time; None where that is not known.
+    committed, which takes `share` of its rank's time; None where that is not known. `pace`: of its rank's
+    last steps.
     """
 
     job: JobName
@@ -105,6 +106,7 @@ class SlotRecord(Struct, frozen=True, kw_only=True, tag="slot", forbid_unknown_f
     updated_s: Age
     every: Number | None = None
     share: Share | None = None
+    pace: Pace | None = None
 
 
 class HoldingRecord(Struct, frozen=True, kw_only=True, tag="holding", forbid_unknown_fields=True):

@@ -1,4 +1,4 @@
-"""Hangs ranks of one job, again and again in other ways: `bench_hangs.py [--hangs 200] [--ranks 4] [--step 0.05]`.
+"""Hangs ranks of one job, each time in another way: `bench_hangs.py [--hangs 200] [--ranks 4] [--step 0.05]`.
 
 Of each: whether the rank that hangs is the one that is replaced, and how long that took from the hang to the
 fault, and to the next generation's first step. Prints a table by kind, and JSON with --json.
@@ -12,10 +12,14 @@ import tempfile
 import time
 from pathlib import Path
 
-from .hangs_script import KINDS
 from .localrun import HERE, Job
 
 EVERY = 40
+# Of hangs_script.py.
+KINDS = (
+    *("stopped", "interpreter", "interpreter_asleep", "lock", "loader"),
+    *("file", "native", "child", "other_collective"),
+)
 
 
 def main() -> None:
@@ -27,9 +31,8 @@ def main() -> None:
     parser.add_argument("--json", action="store_true")
     options = parser.parse_args()
     draw = random.Random(options.seed)
-    names = [kind.__name__ for kind in KINDS]
     hangs = {
-        EVERY * (number + 1): (draw.randrange(options.ranks), names[number % len(names)])
+        EVERY * (number + 1): (draw.randrange(options.ranks), KINDS[number % len(KINDS)])
         for number in range(options.hangs)
     }
     with tempfile.TemporaryDirectory() as folder:
@@ -49,7 +52,7 @@ def main() -> None:
             dict.fromkeys((out / f"loss-{rank}.txt").read_text().splitlines())
             for rank in range(options.ranks)
         ]
-    found: dict[str, list[tuple[bool, float]]] = {name: [] for name in names}
+    found: dict[str, list[tuple[bool, float]]] = {name: [] for name in KINDS}
     times = sorted(at.values())
     for step, (rank, kind) in hangs.items():
         until = next((time_s for time_s in times if time_s > at[step]), float("inf"))
@@ -62,15 +65,15 @@ def main() -> None:
         print(json.dumps({"found": found, "took_s": took_s, "load": load, "twice": twice}))
         return
     print(
-        f"{options.hangs} hangs in {took_s:.0f} s, {len(faults)} faults; load {load}; steps with two losses: {twice}"
+        f"{options.hangs} hangs in {took_s:.0f} s, {len(faults)} faults; load {load}; losses twice: {twice}"
     )
     print(f"{'kind':20} {'n':>3} {'right':>5} {'median s':>9} {'max s':>7}")
     everything = [one for ones in found.values() for one in ones]
     for name, ones in (*found.items(), ("all", everything)):
         if ones:
             seconds = [one for _, one in ones]
-            right = sum(good for good, _ in ones)
-            print(f"{name:20} {len(ones):3} {right:5} {statistics.median(seconds):9.2f} {max(seconds):7.2f}")
+            good = sum(is_right for is_right, _ in ones)
+            print(f"{name:20} {len(ones):3} {good:5} {statistics.median(seconds):9.2f} {max(seconds):7.2f}")
 
 
 if __name__ == "__main__":

@@ -2,7 +2,7 @@
 
 from dataclasses import dataclass
 
-from ckptless.daemon.protocol.messages import Cause, Phase, SlotState, Still
+from ckptless.daemon.protocol.messages import Cause, Pace, Phase, SlotState, Still
 
 
 @dataclass(eq=False)
@@ -49,8 +49,9 @@ class Slot:
     hooked: bool = False
     shard: tuple[int, int] = (0, -1)
     since: float = 0.0
-    # Set while its process does not get on.
+    # Set while its process does not get on; of its last steps.
     still: Still | None = None
+    pace: Pace | None = None
 
     @property
     def living(self) -> Occupant | None:
@@ -60,6 +61,8 @@ class Slot:
     def enter(self, phase: Phase, generation: int, now: float, cause: Cause | None = None) -> None:
         """Begin a new phase."""
         self.stepped &= generation == self.generation
+        if generation != self.generation:
+            self.pace = None
         self.phase, self.generation, self.cause, self.since = phase, generation, cause, now
         self.still = None
 
@@ -85,6 +88,7 @@ class Slot:
             step=self.step,
             stepped=self.stepped,
             still=self.still,
+            pace=self.pace,
             loss=self.loss,
             every=self.every,
             share=self.share,

@@ -6,7 +6,7 @@ import re
 import sysconfig
 import time
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 
 from ckptless.daemon.agent.core import stillness
@@ -14,6 +14,7 @@ from ckptless.daemon.agent.core.slots import Slot
 from ckptless.daemon.agent.ranks.activity import activity
 from ckptless.daemon.protocol import messages as m
 from ckptless.daemon.protocol import page as p
+from ckptless.daemon.protocol.pace import WINDOW, pace_of
 
 LOOK_S = 0.25
 # What writing its stacks may take a process, and how many bytes of them are read.
@@ -30,6 +31,8 @@ class Page:
     reader: p.PageReader
     watched: stillness.Watched
     step: int = -1
+    # Those of which no pace is told yet.
+    steps: list[p.Stepped] = field(default_factory=list)
     stacks_at: int = p.NBYTES
     closed: bool = False
 
@@ -73,8 +76,9 @@ class Standing:
         one, reader = page.watched, page.reader
         if not reader.taken or slot.phase != "restored":
             one.see(b"", now)
+            page.steps.clear()
             return None
-        self._learn(page)
+        self._learn(page, slot)
         still_s = one.see(reader.moving(), now)
         if still_s < stillness.LOOK_AFTER_S:
             return None
@@ -97,11 +101,16 @@ class Standing:
             at=one.at or "",
         )
 
-    def _learn(self, page: Page) -> None:
+    def _learn(self, page: Page, slot: Slot) -> None:
         found = page.reader.steps_after(page.step)
-        if found:
-            page.step = found[-1].step
-            self._rhythm.take(found)
+        if not found:
+            return
+        page.step = found[-1].step
+        self._rhythm.take(found)
+        page.steps += found
+        if len(page.steps) >= WINDOW:
+            slot.pace = pace_of(page.steps)
+            page.steps.clear()
 
 
 def place(stacks: str) -> str:

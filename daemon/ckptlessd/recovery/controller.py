@@ -27,6 +27,7 @@ from ckptless.daemon.ckptlessd.recovery.recovery_log import RecoveryLog
 from ckptless.daemon.ckptlessd.recovery.sizes import Sizes
 from ckptless.daemon.ckptlessd.recovery.snapshots import Snapshots
 from ckptless.daemon.ckptlessd.recovery.stalls import Stalls
+from ckptless.daemon.ckptlessd.recovery.stragglers import Stragglers
 from ckptless.daemon.ckptlessd.recovery.voters import Voters
 from ckptless.daemon.protocol import messages as m
 from ckptless.daemon.protocol.peers.agreement import NO_BALLOT, Decided, Durable
@@ -70,6 +71,7 @@ class Controller:
             RecoveryLog(self.job),
             self._losses,
             self._stalls,
+            Stragglers(self.job),
             Voters(self.job),
             Sizes(self.job),
             Drawing(self.job),

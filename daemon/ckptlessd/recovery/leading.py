@@ -23,6 +23,7 @@ from ckptless.daemon.ckptlessd.recovery.losses import Losses
 from ckptless.daemon.ckptlessd.recovery.recovery_log import RecoveryLog
 from ckptless.daemon.ckptlessd.recovery.sizes import Sizes
 from ckptless.daemon.ckptlessd.recovery.stalls import Stalls
+from ckptless.daemon.ckptlessd.recovery.stragglers import Stragglers
 from ckptless.daemon.ckptlessd.recovery.voters import Voters
 from ckptless.daemon.protocol import messages as m
 from ckptless.daemon.protocol.peers.agreement import Decree
@@ -47,6 +48,7 @@ class Leading:
     log: RecoveryLog
     losses: Losses
     stalls: Stalls
+    stragglers: Stragglers
     voters: Voters
     sizes: Sizes
     drawing: Drawing
@@ -83,7 +85,7 @@ class Leading:
         job = self.job
         if job.stage == "ended" or not job.leads:
             return
-        progress = self._count()
+        progress = self._count(now)
         self.losses.tell(now)
         self.voters.look(now)
         if job.cancelled is not None:
@@ -106,11 +108,13 @@ class Leading:
             self._mend_voters(now)
         self._repeat(progress, job.spec.limits, now)
 
-    def _count(self) -> GenerationProgress | None:
+    def _count(self, now: float) -> GenerationProgress | None:
         """Return how far the generation is, by all that was reported so far; None before the first one."""
         job, progress = self.job, self._progress
         if job.assignment is None:
             return None
+        for line in self.stragglers.take(job.assignment, job.touched):
+            job.announce(line, now)
         if progress is None or progress.assignment.generation != job.generation:
             progress = self._progress = GenerationProgress.of(job.assignment, job.nodes)
         else:

@@ -218,4 +218,5 @@ def _slot(
         updated_s=as_of,
         every=slot.every,
         share=slot.share,
+        pace=slot.pace,
     )

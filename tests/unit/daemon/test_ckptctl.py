@@ -25,7 +25,7 @@ from ckptless.daemon.ckptctl.main import ckptctl
 from ckptless.daemon.ckptctl.timeline import p99
 from ckptless.daemon.ledger.store import Ledger
 from ckptless.daemon.protocol.limits import size_text
-from ckptless.daemon.protocol.model import ReaderState, RingState, StreamState
+from ckptless.daemon.protocol.model import Pace, ReaderState, RingState, StreamState
 from ckptless.daemon.protocol.records import (
     PHASES,
     EventRecord,
@@ -342,7 +342,9 @@ def test_status_says_who_has_returned_while_others_train(run: Run, state_dir: Pa
     assert document(run("status", "--json"))["returned_early"] is None
 
 
-@pytest.mark.parametrize("command", ["jobs", "status", "replicas", "data", "events", "timeline"])
+@pytest.mark.parametrize(
+    "command", ["jobs", "status", "replicas", "data", "events", "stragglers", "timeline"]
+)
 def test_the_job_is_the_first_argument(run: Run, state_dir: Path, command: str) -> None:
     assert run(command, "6").stdout == run(command, "-j", "6").stdout == run("-j", "6", command).stdout
     assert run(command, "7", "-j", "6").exit_code == 2
@@ -632,6 +634,63 @@ def test_no_recovery_is_no_error(run: Run) -> None:
     result = run("timeline", "-j", "6")
     assert (result.exit_code, result.stdout) == (0, "")
     assert result.stderr == "job 6 has had no recovery\n"
+
+
+# ------------------------------------------------------------------------------------------------
+# stragglers
+
+
+def pace(own_s: float, data_s: float = 0.02) -> Pace:
+    return Pace(step=41, took_s=0.15, own_s=own_s, waited_s=0.14 - own_s, data_s=data_s, commit_s=0.01)
+
+
+def test_stragglers(run: Run, state_dir: Path, tmp_path: Path) -> None:
+    told = EventRecord(
+        event="s", job="7", node=0, at_s=80.0, level="warning", kind="straggler", generation=2, text="rank 1"
+    )
+    slots = slot(0, 0, pace=pace(0.1), updated_s=60.0), slot(2, 1, pace=pace(0.13, 0.05), updated_s=60.0)
+    write(state_dir / "node-0" / "ledger.db", *slots, slot(3, 2, 1, pace=pace(0.12), updated_s=60.0), told)
+    header, first, second, where, line = lines(run("stragglers"))
+    assert header.split() == [
+        *("rank", "node", "name", "step", "took", "own", "over", "data", "waited", "commit", "slow")
+    ]
+    assert first.split()[0] == "1"
+    assert second.split()[0] == "0"
+    assert where.startswith("of a step of 150 ms, on average: ")
+    assert line.endswith("rank 1")
+    found = document(run("stragglers", "--json"))
+    assert set(found) == {"meta", "job", "ranks", "shares", "events"}
+    assert [(one["rank"], one["own_s"]) for one in found["ranks"]] == [(0, 0.1), (1, 0.13)], "of generation 2"
+    assert [event["text"] for event in found["events"]] == ["rank 1"]
+    result = run("stragglers", "--png", str(tmp_path / "s.png"))
+    assert result.exit_code == 0
+    assert (tmp_path / "s.png").read_bytes()[:4] == b"\x89PNG"
+
+
+def test_of_many_ranks_the_slowest_are_shown(run: Run, state_dir: Path) -> None:
+    generation = GenerationRecord(
+        job="7",
+        generation=3,
+        places=tuple((node, 0) for node in range(40)),
+        restore_step=41,
+        rung="process",
+        faults=(),
+        leader=0,
+        agreed_s=70.0,
+    )
+    slots = [slot(node, node, 3, pace=pace(0.1 + 0.001 * node), updated_s=60.0) for node in range(40)]
+    write(state_dir / "node-0" / "ledger.db", generation, *slots)
+    shown = lines(run("stragglers"))
+    assert [line.split()[0] for line in shown[1:3]] == ["39", "38"]
+    assert "and 8 faster ones (--all)" in shown
+    assert len(lines(run("stragglers", "--all"))) == 1 + 40 + 1
+
+
+def test_without_paces_it_says_what_it_takes(run: Run, tmp_path: Path) -> None:
+    result = run("stragglers")
+    assert (result.exit_code, result.stdout) == (0, "")
+    assert "has told of no steps yet" in result.stderr
+    assert run("stragglers", "--png", str(tmp_path / "s.png")).exit_code == 1
 
 
 @pytest.mark.parametrize(("count", "expected"), [(1, 0), (100, 98), (200, 197), (1000, 989)])

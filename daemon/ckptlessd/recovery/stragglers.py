@@ -1,0 +1,89 @@
+"""Pure: what the leader makes of ranks that are slower than the others, time and again."""
+
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass, field
+
+from ckptless.daemon.ckptlessd.planning.event_lines import Line
+from ckptless.daemon.ckptlessd.recovery.job_state import JobState
+from ckptless.daemon.protocol import messages as m
+from ckptless.daemon.protocol.pace import Slow, slow
+from ckptless.daemon.protocol.records import Subject
+
+# So many windows in a row a rank is slow before it is named, and not slow before that is over.
+STRIKES = 3
+MOST_NAMED = 8
+
+
+@dataclass
+class Stragglers:
+    """The paces that ranks have told, and which ranks are named. All begins anew with each generation."""
+
+    job: JobState
+    _generation: int = 0
+    _paces: dict[int, m.Pace] = field(default_factory=dict)
+    _fresh: set[int] = field(default_factory=set)
+    # Windows in a row in which a rank was slow; below zero for one that is named: in which it was not.
+    _strikes: dict[int, int] = field(default_factory=dict)
+    _named: set[int] = field(default_factory=set)
+
+    def take(self, assignment: m.Assignment, nodes: Iterable[int]) -> list[Line]:
+        """Take what these nodes have told; return what is to be said once every rank has told anew."""
+        if self._generation != assignment.generation:
+            self._generation = assignment.generation
+            for kept in (self._paces, self._fresh, self._strikes, self._named):
+                kept.clear()
+        for node in nodes:
+            view = self.job.nodes[node]
+            for rank in assignment.ranks_on(node):
+                slot = view.slot(assignment.places[rank].slot)
+                pace = slot.pace if slot is not None and slot.generation == assignment.generation else None
+                if pace is not None and pace != self._paces.get(rank):
+                    self._paces[rank] = pace
+                    self._fresh.add(rank)
+        if len(self._fresh) < len(assignment.places):
+            return []
+        self._fresh.clear()
+        return self._judge(assignment)
+
+    def _judge(self, assignment: m.Assignment) -> list[Line]:
+        found = {one.rank: one for one in slow(self._paces)}
+        begun: list[int] = []
+        over: list[int] = []
+        for rank in {*found, *self._strikes, *self._named}:
+            before = self._strikes.get(rank, 0)
+            if (rank in found) != (rank in self._named):
+                # It is as it was not: how often that was so in a row.
+                self._strikes[rank] = before + 1
+                if before + 1 >= STRIKES:
+                    del self._strikes[rank]
+                    (begun if rank in found else over).append(rank)
+            else:
+                self._strikes.pop(rank, None)
+        self._named = (self._named | {*begun}) - {*over}
+        lines = [_line(assignment, [found[rank] for rank in sorted(begun)])] if begun else []
+        if over:
+            names = ", ".join(map(str, sorted(over)[:MOST_NAMED]))
+            text = f"rank{'s' if len(over) > 1 else ''} {names} as fast as the others again"
+            lines.append(Line("info", "straggler-over", text))
+        return lines
+
+
+def _line(assignment: m.Assignment, ranks: Sequence[Slow]) -> Line:
+    """Return who is slow, in a sentence; whole nodes by their names."""
+    worst = max(ranks, key=lambda one: one.by_s)
+    by_node: dict[int, list[int]] = {}
+    for one in ranks:
+        by_node.setdefault(assignment.places[one.rank].node, []).append(one.rank)
+    names = []
+    for node, on_it in list(by_node.items())[:MOST_NAMED]:
+        whole = len(on_it) > 1 and len(on_it) == len(assignment.ranks_on(node))
+        told = f"{'ranks' if len(on_it) > 1 else 'rank'} {', '.join(map(str, on_it[:MOST_NAMED]))}"
+        names.append(f"node-{node}, all of it ({told})" if whole else f"{told} on node-{node}")
+    more = f" and {len(by_node) - MOST_NAMED} other nodes" if len(by_node) > MOST_NAMED else ""
+    text = (
+        f"{', '.join(names)}{more}: {1000 * worst.own_s:.1f} ms of own work a step where the median is "
+        f"{1000 * worst.median_s:.1f} ms (+{100 * worst.share:.0f} %), {worst.bound}; all others wait for it"
+    )
+    place = assignment.places[worst.rank]
+    about = Subject(rank=worst.rank, node=place.node, slot=place.slot) if len(ranks) == 1 else None
+    return Line("warning", "straggler", text, about)
