@@ -103,6 +103,11 @@ class PageReader:
         return self._map[:MOVING_NBYTES]
 
     @property
+    def step(self) -> int:
+        """The newest step that is done."""
+        return self._words[STEP]
+
+    @property
     def phase(self) -> str:
         """What the rank is doing; of the script's own phases the name that it has given."""
         number = self._words[PHASE]

@@ -23,7 +23,11 @@ DEAF_S = 3.0
 
 @dataclass
 class Rhythm:
-    """How long the steps of a node's ranks took, since its agent began; `longest_s` of the recent ones."""
+    """How long the steps of a node's ranks took, since its agent began; `longest_s` of the recent ones.
+
+    The first steps of a generation are none. But what one of them took without a sign of getting on counts:
+    so long may last what a rank was replaced for in vain.
+    """
 
     longest_s: float = 0.0
     _ever_s: float = 0.0
@@ -39,6 +43,10 @@ class Rhythm:
         self._recent.extend(step.took_s for step in new)
         self.longest_s = max(self._recent, default=0.0)
         self._ever_s = max(self._ever_s, self.longest_s)
+
+    def stood(self, still_s: float) -> None:
+        """Note that ranks have stood still for so long, and have made their step all the same."""
+        self._ever_s = max(self._ever_s, still_s)
 
     @property
     def late_after_s(self) -> float | None:
@@ -72,6 +80,8 @@ class Watched:
     """One rank's process, since it was given a page. Times are seconds of the agent's clock."""
 
     moved_at: float
+    # The longest standstill since the newest step.
+    stood_s: float = 0.0
     _seen: bytes = b""
     _since: tuple[float, Activity] | None = None
     _how: m.Stillness = "working"
@@ -83,6 +93,7 @@ class Watched:
         if moving != self._seen:
             self._seen, self.moved_at = moving, now
             self._since, self._how, self.at = None, "working", None
+        self.stood_s = max(self.stood_s, now - self.moved_at)
         return now - self.moved_at
 
     def act(self, activity: Activity | None, now: float) -> None:

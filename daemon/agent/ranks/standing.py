@@ -25,12 +25,16 @@ _LIBRARIES = tuple({sysconfig.get_path(name) for name in ("stdlib", "platstdlib"
 
 @dataclass
 class Page:
-    """A process's page, which lives as long as the process; `step` is the newest whose time is known."""
+    """A process's page, which lives as long as the process.
+
+    `newest` is the newest step that was seen, `step` the newest whose time is known.
+    """
 
     fd: int
     reader: p.PageReader
     watched: stillness.Watched
     step: int = -1
+    newest: int = -1
     # Those of which no pace is told yet.
     steps: list[p.Stepped] = field(default_factory=list)
     stacks_at: int = p.NBYTES
@@ -76,6 +80,8 @@ class Standing:
         one, reader = page.watched, page.reader
         if not reader.taken or slot.phase != "restored":
             one.see(b"", now)
+            one.stood_s = 0.0
+            page.newest = reader.step
             page.steps.clear()
             return None
         self._learn(page, slot)
@@ -102,6 +108,10 @@ class Standing:
         )
 
     def _learn(self, page: Page, slot: Slot) -> None:
+        if page.reader.step > page.newest:
+            page.newest = page.reader.step
+            self._rhythm.stood(page.watched.stood_s)
+            page.watched.stood_s = 0.0
         found = page.reader.steps_after(page.step)
         if not found:
             return

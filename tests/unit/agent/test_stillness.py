@@ -8,6 +8,7 @@ import signal
 import subprocess
 import sys
 import time
+from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
@@ -28,9 +29,12 @@ from ckptless.daemon.agent.core.stillness import (
     waits_in,
 )
 from ckptless.daemon.agent.ranks.activity import activity
-from ckptless.daemon.agent.ranks.standing import place
+from ckptless.daemon.agent.ranks.standing import Page, Standing, place
 from ckptless.daemon.protocol import messages as m
+from ckptless.daemon.protocol.pace import WINDOW
 from ckptless.daemon.protocol.page import FOR_AGENT, GroupCalls, Stepped
+from ckptless.pytorch_hooks.agent_session.page import FIRST_STEPS
+from ckptless.pytorch_hooks.agent_session.page import Page as RankPage
 
 
 def steps(*took_s: float, first: int = 0) -> list[Stepped]:
@@ -156,6 +160,108 @@ def test_of_a_rank_that_stands_still_it_is_told_once() -> None:
     assert slot.stands(still)
     slot.enter("left", 1, 0.0)
     assert slot.told(0.0).still is None
+
+
+class Rank:
+    """A rank and its agent, one look after the other."""
+
+    def __init__(self) -> None:
+        self.page = Page.make(0.0)
+        self.rank = RankPage(os.dup(self.page.fd))
+        self.standing = Standing(stall_s=300.0)
+        self.slot = Slot(0)
+        self.now = 100.0
+        self.step = 0
+        self.restored()
+
+    def restored(self) -> None:
+        self.slot.enter("restored", 1, self.now)
+        self.rank.begin(self.step)
+
+    def steps(self, count: int, took_s: float = 0.5) -> None:
+        for _ in range(count):
+            self.stand(took_s)
+            self.step += 1
+            self.rank.stepped(self.step, self.now, 0.0)
+        assert self.look() is None
+
+    def look(self) -> m.Still | None:
+        return self.standing.look(self.page, self.slot, os.getpid(), self.now)
+
+    def stand(self, seconds: float) -> list[m.Still]:
+        """Return what is told in so many seconds without a move."""
+        told, until = [], self.now + seconds
+        while self.now < until:
+            self.now = min(until, self.now + 0.25)
+            if (still := self.look()) is not None:
+                told.append(still)
+        return told
+
+    def close(self) -> None:
+        self.page.close()
+
+
+@pytest.fixture
+def rank() -> Iterator[Rank]:
+    one = Rank()
+    yield one
+    one.close()
+
+
+def test_a_rank_is_late_by_the_steps_that_its_page_has(rank: Rank) -> None:
+    rank.steps(FIRST_STEPS + FEWEST)
+    assert rank.stand(FLOOR_S - 0.25) == []
+    (still,) = rank.stand(0.25)
+    assert (still.late, still.still_s, still.longest_s, still.phase) == (True, FLOOR_S, 0.5, "compute")
+    rank.steps(1, 2.0)
+    assert rank.stand(TIMES * (FLOOR_S + 2.0) - 0.25) == []
+    assert len(rank.stand(0.25)) == 1
+
+
+def test_before_that_it_is_told_for_the_longest_stall_alone(rank: Rank) -> None:
+    rank.steps(FIRST_STEPS + FEWEST - 1)
+    assert rank.stand(149.0) == []
+    assert {still.late for still in rank.stand(2.0)} == {False}
+
+
+def test_of_what_did_not_help_it_is_learned(rank: Rank) -> None:
+    """A rank sleeps; another process, too, until its step comes: so long it may from then on."""
+    rank.steps(FIRST_STEPS + FEWEST)
+    assert len(rank.stand(4.0)) == 3
+    rank.slot.enter("left", 1, rank.now)
+    assert rank.look() is None
+    rank.restored()
+    assert rank.stand(30.0)
+    rank.steps(1)
+    rank.steps(FEWEST)
+    assert rank.stand(TIMES_EVER * 30.0 - 0.5) == []
+    assert rank.stand(1.0)
+
+
+def test_what_ended_with_its_generation_is_no_rhythm(rank: Rank) -> None:
+    rank.steps(FIRST_STEPS + FEWEST)
+    rank.stand(60.0)
+    rank.rank.waits(for_agent=True)
+    assert rank.look() is None
+    rank.slot.enter("left", 1, rank.now)
+    assert rank.look() is None
+    rank.restored()
+    rank.steps(FIRST_STEPS + 1)
+    assert rank.stand(FLOOR_S - 0.25) == []
+    assert len(rank.stand(0.25)) == 1
+
+
+def test_a_pace_is_told_of_a_dozen_of_steps(rank: Rank) -> None:
+    rank.steps(FIRST_STEPS + WINDOW - 1)
+    assert rank.slot.told(0.0).pace is None
+    rank.steps(1)
+    pace = rank.slot.told(0.0).pace
+    assert pace is not None
+    assert (pace.step, pace.took_s) == (FIRST_STEPS + WINDOW, 0.5)
+    rank.slot.enter("finished", 1, rank.now)
+    assert rank.slot.told(0.0).pace == pace
+    rank.slot.enter("assigned", 2, rank.now)
+    assert rank.slot.told(0.0).pace is None
 
 
 STACKS = f"""Thread 0x00007f6d5dffb6c0 (most recent call first):
