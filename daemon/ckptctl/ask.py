@@ -15,8 +15,7 @@ from ckptless.daemon.protocol.health import HealthReport, WhatIsWell
 from ckptless.daemon.protocol.keeping import KeptList, WhatIsKept
 from ckptless.daemon.protocol.messages import Denied
 from ckptless.daemon.protocol.peercred import daemon_credentials, unix_address
-from ckptless.daemon.protocol.reading import Page, Read
-from ckptless.daemon.protocol.requests import Evict, Evicted, Resized, ResizeJob
+from ckptless.daemon.protocol.requests import Evict, Evicted, Page, Read, Resized, ResizeJob
 from ckptless.daemon.protocol.saving import Save, Saved
 from ckptless.daemon.settings.config import LocalConfig, load
 from ckptless.daemon.settings.site import load_settings

@@ -11,7 +11,7 @@ import click
 
 from ckptless.daemon.ledger.paths import default_state_dir
 from ckptless.daemon.protocol.errors import UsageError
-from ckptless.daemon.protocol.reading import MAX_NAME
+from ckptless.daemon.protocol.requests import MAX_NAME
 
 
 @dataclass(frozen=True)

@@ -21,8 +21,8 @@ from ckptless.daemon.ledger.paths import LEDGER, default_state_dir, ledger_files
 from ckptless.daemon.ledger.store import Ledger
 from ckptless.daemon.protocol.errors import LedgerError, PeerError
 from ckptless.daemon.protocol.messages import PROTOCOL
-from ckptless.daemon.protocol.reading import TABLES, Page, Read, RowCursor, Table
 from ckptless.daemon.protocol.records import EventRecord, Record
+from ckptless.daemon.protocol.requests import TABLES, Page, Read, RowCursor, Table
 from ckptless.daemon.settings.site import load_settings
 
 # A file is read to its end at once.

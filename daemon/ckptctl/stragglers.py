@@ -8,10 +8,10 @@ from msgspec import structs
 
 from ckptless.daemon.ckptctl import render, view
 from ckptless.daemon.ckptctl.options import Asked, of_job
+from ckptless.daemon.ckptlessd.planning.pace import Shares, Slow, shares, slow
 from ckptless.daemon.ledger.merge import Snapshot
 from ckptless.daemon.protocol.errors import CkptlessError
 from ckptless.daemon.protocol.model import Pace
-from ckptless.daemon.protocol.pace import Shares, Slow, shares, slow
 
 _KINDS = frozenset({"straggler", "straggler-over"})
 _LAST_LINES = 5

@@ -42,9 +42,8 @@ from ckptless.daemon.protocol.health import HealthReport, WhatIsWell
 from ckptless.daemon.protocol.keeping import Claim, Keep, WhatIsKept
 from ckptless.daemon.protocol.peers import messages as p
 from ckptless.daemon.protocol.peers.agreement import NO_BALLOT, Durable
-from ckptless.daemon.protocol.reading import Read
 from ckptless.daemon.protocol.records import printable
-from ckptless.daemon.protocol.requests import Evict, ResizeJob
+from ckptless.daemon.protocol.requests import Evict, Read, ResizeJob
 from ckptless.daemon.protocol.saving import Save, SaveDone
 from ckptless.daemon.settings.config import DaemonConfig, Timers
 from ckptless.daemon.transport.credentials import Credentials

@@ -8,7 +8,7 @@ from pathlib import Path
 from ckptless.daemon.ledger.store import Ledger
 from ckptless.daemon.protocol.codec import check_protocol, encode
 from ckptless.daemon.protocol.errors import LedgerError, PeerError
-from ckptless.daemon.protocol.reading import Read
+from ckptless.daemon.protocol.requests import Read
 
 PAGE_ROWS = 1000
 PAGE_NBYTES = 1 << 20

@@ -37,7 +37,6 @@ from ckptless.daemon.ledger.precedence import ENDED, KEYS
 from ckptless.daemon.protocol.errors import BadRowError, DamagedLedgerError, LedgerError
 from ckptless.daemon.protocol.health import MOST_VERDICTS, VerdictRecord
 from ckptless.daemon.protocol.peers.agreement import Durable
-from ckptless.daemon.protocol.reading import TABLES, Page, Read, RowCursor, Table
 from ckptless.daemon.protocol.records import (
     EventRecord,
     FaultRecord,
@@ -47,6 +46,7 @@ from ckptless.daemon.protocol.records import (
     Record,
     RecoveryRecord,
 )
+from ckptless.daemon.protocol.requests import TABLES, Page, Read, RowCursor, Table
 
 R = TypeVar("R", bound=Record)
 

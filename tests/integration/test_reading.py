@@ -26,8 +26,8 @@ from ckptless.daemon.protocol import messages as m
 from ckptless.daemon.protocol.codec import CONTROL_LIMIT, Decoder, encode
 from ckptless.daemon.protocol.model import NO_RUN
 from ckptless.daemon.protocol.peercred import unix_address
-from ckptless.daemon.protocol.reading import TABLES, Page, Read, RowCursor
 from ckptless.daemon.protocol.records import EventRecord, JobRecord, NodeRecord, Record, printable
+from ckptless.daemon.protocol.requests import TABLES, Page, Read, RowCursor
 from ckptless.daemon.settings.config import DaemonConfig, Peer
 from ckptless.daemon.transport.credentials import KeyCredentials
 

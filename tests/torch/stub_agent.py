@@ -9,6 +9,7 @@ from types import SimpleNamespace
 from typing import Any, cast
 
 from ckptless.daemon.protocol import messages as m
+from ckptless.pytorch_hooks.agent_session.page import Page
 from ckptless.pytorch_hooks.agent_session.session import Session
 from ckptless.pytorch_hooks.commit.slots import SLOTS
 
@@ -33,6 +34,7 @@ class Agent:
     def __init__(self, place: Place, ranks: int) -> None:
         self._place, self._ranks = place, ranks
         self.welcome = SimpleNamespace(slot=0, host=HOST, job="toy", run="0" * 32)
+        self.page = Page()
         self.kept: dict[int, Kept] = {}
         self._memory: int | None = None
         self._slot_nbytes = 0

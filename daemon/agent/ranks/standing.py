@@ -14,7 +14,6 @@ from ckptless.daemon.agent.core.slots import Slot
 from ckptless.daemon.agent.ranks.activity import activity
 from ckptless.daemon.protocol import messages as m
 from ckptless.daemon.protocol import page as p
-from ckptless.daemon.protocol.pace import WINDOW, pace_of
 
 LOOK_S = 0.25
 # What writing its stacks may take a process, and how many bytes of them are read.
@@ -118,8 +117,8 @@ class Standing:
         page.step = found[-1].step
         self._rhythm.take(found)
         page.steps += found
-        if len(page.steps) >= WINDOW:
-            slot.pace = pace_of(page.steps)
+        if len(page.steps) >= stillness.WINDOW:
+            slot.pace = stillness.pace_of(page.steps)
             page.steps.clear()
 
 

@@ -4,9 +4,8 @@ import math
 from collections.abc import Iterable, Iterator
 from dataclasses import dataclass, field
 
-from ckptless.daemon.ckptlessd.planning import event_lines
+from ckptless.daemon.ckptlessd.planning import event_lines, hangs, pairs
 from ckptless.daemon.ckptlessd.planning.faults import Finding
-from ckptless.daemon.ckptlessd.recovery import hangs, pairs
 from ckptless.daemon.ckptlessd.recovery.generation_progress import GenerationProgress
 from ckptless.daemon.ckptlessd.recovery.job_state import JobState
 from ckptless.daemon.protocol import messages as m

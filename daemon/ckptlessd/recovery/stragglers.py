@@ -4,9 +4,9 @@ from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
 
 from ckptless.daemon.ckptlessd.planning.event_lines import Line
+from ckptless.daemon.ckptlessd.planning.pace import Slow, slow
 from ckptless.daemon.ckptlessd.recovery.job_state import JobState
 from ckptless.daemon.protocol import messages as m
-from ckptless.daemon.protocol.pace import Slow, slow
 from ckptless.daemon.protocol.records import Subject
 
 # So many windows in a row a rank is slow before it is named, and not slow before that is over.

@@ -23,6 +23,7 @@ from ckptless.daemon.agent.core.stillness import (
     RECENT,
     TIMES,
     TIMES_EVER,
+    WINDOW,
     Activity,
     Rhythm,
     Watched,
@@ -31,7 +32,6 @@ from ckptless.daemon.agent.core.stillness import (
 from ckptless.daemon.agent.ranks.activity import activity
 from ckptless.daemon.agent.ranks.standing import Page, Standing, place
 from ckptless.daemon.protocol import messages as m
-from ckptless.daemon.protocol.pace import WINDOW
 from ckptless.daemon.protocol.page import FOR_AGENT, GroupCalls, Stepped
 from ckptless.pytorch_hooks.agent_session.page import FIRST_STEPS
 from ckptless.pytorch_hooks.agent_session.page import Page as RankPage

@@ -6,7 +6,7 @@ import random
 
 import pytest
 
-from ckptless.daemon.ckptlessd.recovery.hangs import MOST_NAMED, judge
+from ckptless.daemon.ckptlessd.planning.hangs import MOST_NAMED, judge
 from ckptless.daemon.protocol import messages as m
 from ckptless.daemon.protocol.page import FOR_AGENT
 

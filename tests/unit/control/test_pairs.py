@@ -7,7 +7,7 @@ from collections.abc import Mapping
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from ckptless.daemon.ckptlessd.recovery.pairs import PairReports, gives_way, pairs
+from ckptless.daemon.ckptlessd.planning.pairs import PairReports, gives_way, pairs
 
 NODES = st.frozensets(st.integers(0, 11), min_size=2)
 SAID = st.dictionaries(st.integers(0, 11), st.frozensets(st.integers(0, 11)))

@@ -7,11 +7,12 @@ import random
 import pytest
 from msgspec import structs
 
+from ckptless.daemon.agent.core.stillness import WINDOW, pace_of
 from ckptless.daemon.ckptlessd.planning.event_lines import Line
 from ckptless.daemon.ckptlessd.planning.faults import NodeViews
+from ckptless.daemon.ckptlessd.planning.pace import shares, slow
 from ckptless.daemon.ckptlessd.recovery.stragglers import STRIKES, Stragglers
 from ckptless.daemon.protocol import messages as m
-from ckptless.daemon.protocol.pace import WINDOW, pace_of, shares, slow
 from ckptless.daemon.protocol.page import Stepped
 
 NODES, SLOTS = 4, 2

@@ -13,7 +13,7 @@ from msgspec import inspect
 
 import ckptless.daemon
 from ckptless.daemon.ckptlessd.service import _Heard
-from ckptless.daemon.protocol import health, keeping, reading, requests, ring, saving
+from ckptless.daemon.protocol import health, keeping, requests, ring, saving
 from ckptless.daemon.protocol import messages as m
 from ckptless.daemon.protocol.codec import Decoder, encode
 from ckptless.daemon.protocol.errors import ProtocolError
@@ -32,7 +32,7 @@ KINDS = {
     | keeping.KeptList
     | keeping.KeepAnswer
     | keeping.Claimed,
-    "page": reading.Page,
+    "page": requests.Page,
     "memory taken": keeping.Taken,
     "catalog of memory": keeping.Catalog,
     "from a rank": m.FromRank | saving.FromWriter | ring.FromRing,

@@ -19,7 +19,6 @@ from ckptless.daemon.ledger.store import Ledger
 from ckptless.daemon.protocol.errors import DamagedLedgerError, LedgerError, UsageError
 from ckptless.daemon.protocol.messages import PROTOCOL
 from ckptless.daemon.protocol.model import ReaderState, RingState, StreamState
-from ckptless.daemon.protocol.reading import Read, RowCursor
 from ckptless.daemon.protocol.records import (
     EventRecord,
     FaultRecord,
@@ -31,6 +30,7 @@ from ckptless.daemon.protocol.records import (
     RecoveryRecord,
     SlotRecord,
 )
+from ckptless.daemon.protocol.requests import Read, RowCursor
 
 JOB = JobRecord(
     job="7",

@@ -19,7 +19,7 @@ from typing import Any
 from ckptless.daemon.protocol import messages as m
 from ckptless.daemon.protocol.codec import Decoder, encode
 from ckptless.daemon.protocol.keeping import KeptList, WhatIsKept
-from ckptless.daemon.protocol.reading import TABLES, Page, Read
+from ckptless.daemon.protocol.requests import TABLES, Page, Read
 
 ATTACKER, VICTIM = 65534, 65533
 LINGER_S = 30

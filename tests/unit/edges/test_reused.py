@@ -19,8 +19,8 @@ from ckptless.daemon.ledger.store import HISTORY_S, Ledger, Owner
 from ckptless.daemon.ledger.writer import LedgerWriter
 from ckptless.daemon.protocol import messages as m
 from ckptless.daemon.protocol.peers.agreement import NO_BALLOT, Decree, Durable
-from ckptless.daemon.protocol.reading import TABLES, Read
 from ckptless.daemon.protocol.records import EventRecord, JobRecord, JobState
+from ckptless.daemon.protocol.requests import TABLES, Read
 from ckptless.daemon.settings.config import Peer
 from ckptless.daemon.transport.credentials import KeyCredentials
 

@@ -8,15 +8,12 @@ one).
 """
 
 import statistics
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Literal
 
 from ckptless.daemon.protocol.model import Pace
-from ckptless.daemon.protocol.page import Stepped
 
-# Steps of which a rank's median is taken.
-WINDOW = 12
 SLOWER, DEVIATIONS = 0.1, 3.0
 # Of a normal distribution, the standard deviation in median absolute deviations.
 SCALE = 1.4826
@@ -24,18 +21,6 @@ SCALE = 1.4826
 LEAST = 0.01
 
 Bound = Literal["data", "compute"]
-
-
-def pace_of(steps: Sequence[Stepped]) -> Pace:
-    """Return the pace of these steps, of which there is one at least."""
-    return Pace(
-        step=steps[-1].step,
-        took_s=statistics.median(one.took_s for one in steps),
-        own_s=statistics.median(one.own_s for one in steps),
-        waited_s=statistics.median(one.waited_s for one in steps),
-        data_s=statistics.median(one.data_s for one in steps),
-        commit_s=statistics.median(one.commit_s for one in steps),
-    )
 
 
 @dataclass(frozen=True)

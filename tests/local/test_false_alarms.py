@@ -1,0 +1,46 @@
+"""A job of steps that take now this long, now that, on a machine without time: nobody hangs, nobody is slow.
+
+For as long as CKPTLESS_SOAK_S says.
+"""
+
+from __future__ import annotations
+
+import os
+import subprocess
+import sys
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+
+import pytest
+
+from .localrun import HERE, Job
+
+SECONDS = float(os.environ.get("CKPTLESS_SOAK_S", "120"))
+RANKS = 4
+pytestmark = pytest.mark.slow
+
+
+@contextmanager
+def others(count: int) -> Iterator[None]:
+    """Have so many processes compute for ever."""
+    burners = [subprocess.Popen([sys.executable, "-c", "while True: pass"]) for _ in range(count)]
+    try:
+        yield
+    finally:
+        for one in burners:
+            one.kill()
+            one.wait()
+
+
+@pytest.mark.parametrize("load", [0, 20])
+def test_no_alarm_is_false(tmp_path: Path, load: int) -> None:
+    options = ["--job", "wild", "--nodes", RANKS, "--tee", "none"]
+    script = [HERE / "wild_script.py", SECONDS, tmp_path / "out", load]
+    with Job(tmp_path, options, script) as job:
+        with others(load):
+            job.ended(0, 10 * SECONDS + 300.0)
+        ledger = job.ledger()
+    assert ledger.faults == (), job.story()
+    found = [f"{event.kind}: {event.text}" for event in ledger.events if event.kind in ("late", "straggler")]
+    assert found == [], job.story()
