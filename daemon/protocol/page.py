@@ -23,7 +23,7 @@ import mmap
 import struct
 from dataclasses import dataclass
 
-from ckptless.daemon.protocol.limits import MOST_GROUPS
+from ckptless.daemon.protocol.limits import MOST_GROUPS, MOST_RANKS
 
 VERSION = 1
 STEP, PHASE, UNTIL, WAITS, GROUPS_USED = range(1, 6)
@@ -50,7 +50,7 @@ OPERATIONS = (
 )
 # What a rank waits in that has asked its agent for something, in place of a collective.
 FOR_AGENT = "its agent"
-MOST_ELEMENTS, MOST_S = 1 << 48, 1e9
+MOST_ELEMENTS, MOST_S, MOST_COUNTED = 1 << 48, 1e9, 1 << 61
 
 
 @dataclass(frozen=True)
@@ -105,7 +105,7 @@ class PageReader:
     @property
     def step(self) -> int:
         """The newest step that is done."""
-        return self._words[STEP]
+        return self._count(STEP)
 
     @property
     def phase(self) -> str:
@@ -118,7 +118,7 @@ class PageReader:
     def allowed_s(self, now: float) -> float | None:
         """Return for how long yet its phase may last, by the script's word; None: it has said nothing."""
         until = self._words[UNTIL]
-        return max(0.0, until / 1e9 - now) if until > 0 else None
+        return min(max(0.0, until / 1e9 - now), MOST_S) if until > 0 else None
 
     @property
     def waits(self) -> bool:
@@ -131,16 +131,15 @@ class PageReader:
         return [self._group(GROUPS_AT + index * GROUP_WORDS) for index in range(used)]
 
     def _group(self, at: int) -> GroupCalls:
-        begun, done = max(0, self._words[at + BEGUN]), max(0, self._words[at + DONE])
-        done = min(done, begun)
-        queued = max(0, self._words[at + QUEUED])
+        begun, queued = self._count(at + BEGUN), self._count(at + QUEUED)
+        done = min(self._count(at + DONE), begun)
         # Of more than are kept, the oldest one that is.
         oldest = begun + queued - min(max(1, begun - done), CALLS)
         call = self._words[at + CALLS_AT + oldest % CALLS]
         number, elements = call & 0xFF, call >> 8
         return GroupCalls(
             name=self._text(at, GROUP_NAME_WORDS),
-            size=max(0, self._words[at + SIZE]),
+            size=self._count(at + SIZE, MOST_RANKS),
             begun=begun,
             done=done,
             queued=queued,
@@ -151,7 +150,7 @@ class PageReader:
     def steps_after(self, step: int) -> list[Stepped]:
         """Return the steps after `step` that are still there, in order."""
         found: list[Stepped] = []
-        newest = self._words[STEP]
+        newest = self.step
         for number in range(max(step + 1, newest - STEPS + 1, 0), newest + 1):
             there, *parts = ONE_STEP.unpack_from(self._map, 8 * (STEPS_AT + number % STEPS * STEP_WORDS))
             took_s, waited_s, data_s, commit_s = (part if 0 <= part < MOST_S else 0.0 for part in parts)
@@ -159,6 +158,9 @@ class PageReader:
             if there == number and took_s:
                 found.append(Stepped(number, took_s, waited_s, data_s, commit_s))
         return found
+
+    def _count(self, at: int, most: int = MOST_COUNTED) -> int:
+        return max(0, min(self._words[at], most))
 
     def _text(self, at: int, words: int) -> str:
         data = self._map[8 * at : 8 * (at + words)]

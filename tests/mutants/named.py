@@ -1,7 +1,8 @@
 """`python -m tests.mutants.named`: mistakes by name, and for each the test that has to find it.
 
-Each breaks one rule of docs/agreement.md, docs/membership.md or docs/admin.md. A mutant is a quote
-that stands in its file once, and what stands there instead. First each test runs without any mistake.
+Each breaks one rule of docs/agreement.md, docs/membership.md, docs/admin.md or docs/design/recovery.md. A
+mutant is a quote that stands in its file once, and what stands there instead. First each test runs without
+any mistake.
 """
 
 from __future__ import annotations
@@ -13,6 +14,7 @@ from functools import partial
 import pytest
 
 from .reached import Check
+from .rules_of_hangs import HANGS
 from .rules_of_health import HEALTH
 from .rules_of_orders import ORDERS
 from .rules_of_votes import VOTES
@@ -22,7 +24,7 @@ from .warm import FOUND, PASSED, Fork, Say, allow, passes, waited, with_tests
 EACH_S = 5.0
 
 
-NAMED = ORDERS + VOTES + HEALTH
+NAMED = ORDERS + VOTES + HEALTH + HANGS
 
 
 def main() -> int:

@@ -6,6 +6,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 
 from ckptless.daemon.protocol import messages as m
+from ckptless.daemon.protocol.limits import MOST_RANKS
 from ckptless.daemon.protocol.page import FOR_AGENT, GroupCalls, Stepped
 
 # A rank is late after so many times the longest of the last so many steps of its node, and after so many
@@ -14,8 +15,9 @@ from ckptless.daemon.protocol.page import FOR_AGENT, GroupCalls, Stepped
 TIMES, RECENT, TIMES_EVER, FLOOR_S = 5, 256, 2, 3.5
 # Of fewer steps there is no rhythm.
 FEWEST = 32
-# What its process does is looked at once it has stood still for so long, over so long at least.
-LOOK_AFTER_S, OVER_S = 1.0, 2.0
+# What its process does is looked at over so long, before it is late and from then on; and never before it has
+# stood still for so long.
+OVER_S, LOOK_AFTER_S = 2.0, 1.0
 # Who runs for no more of the time, and wants to run for no more of it, is asleep.
 ASLEEP = 0.1
 # An interpreter that runs answers sooner.
@@ -99,6 +101,10 @@ class Watched:
         self.stood_s = max(self.stood_s, now - self.moved_at)
         return now - self.moved_at
 
+    def asks(self, now: float) -> bool:
+        """Whether the kernel is to be asked again."""
+        return self._since is None or now - self._since[0] >= OVER_S
+
     def act(self, activity: Activity | None, now: float) -> None:
         """Take what the kernel says; None: nothing that is known."""
         if activity is None:
@@ -124,7 +130,7 @@ def waits_in(groups: Sequence[GroupCalls], *, for_agent: bool) -> m.Call | None:
         if group.begun == group.done:
             continue
         if not group.name:
-            peer = group.elements - 1 if group.elements else None
+            peer = group.elements - 1 if 0 < group.elements <= MOST_RANKS else None
             return m.Call(group="", operation=group.operation, peer=peer)
         return m.Call(
             group=group.name,

@@ -289,7 +289,7 @@ class RankProcesses:
             await asyncio.sleep(LOOK_S)
             for one in list(self._running.values()):
                 slot = self._core.occupied(one.birth)
-                if one.page is None or slot is None:
+                if one.page is None or one.page.closed or slot is None:
                     continue
                 now = asyncio.get_running_loop().time()
                 still = self._standing.look(one.page, slot, one.process.pid, now)

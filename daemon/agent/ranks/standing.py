@@ -1,6 +1,7 @@
 """Looks at the pages of this node's ranks, and finds out what a rank is at that does not get on."""
 
 import asyncio
+import fcntl
 import os
 import re
 import sysconfig
@@ -42,9 +43,11 @@ class Page:
     @classmethod
     def make(cls, now: float) -> "Page":
         """Raises OSError."""
-        fd = os.memfd_create("ckptless-page", os.MFD_CLOEXEC)
+        fd = os.memfd_create("ckptless-page", os.MFD_CLOEXEC | os.MFD_ALLOW_SEALING)
         try:
             os.ftruncate(fd, p.NBYTES)
+            # What is mapped here stays; stacks make it longer.
+            fcntl.fcntl(fd, fcntl.F_ADD_SEALS, fcntl.F_SEAL_SHRINK | fcntl.F_SEAL_SEAL)
             return cls(fd, p.PageReader(fd), stillness.Watched(now))
         except OSError:
             os.close(fd)
@@ -85,12 +88,14 @@ class Standing:
             return None
         self._learn(page, slot)
         still_s = one.see(reader.moving(), now)
-        if still_s < stillness.LOOK_AFTER_S:
-            return None
-        one.act(activity(pid), now)
         late_after_s = self._rhythm.late_after_s
         late = late_after_s is not None and still_s >= late_after_s
-        if not late and still_s < self._told_after_s:
+        told_after_s = min(late_after_s or self._told_after_s, self._told_after_s)
+        # It takes two looks, which come when they may.
+        ahead_s = stillness.OVER_S + 2 * LOOK_S
+        if still_s >= max(stillness.LOOK_AFTER_S, told_after_s - ahead_s) and one.asks(now):
+            one.act(activity(pid), now)
+        if still_s < told_after_s:
             return None
         occupant, groups = slot.occupant, reader.groups()
         silent_s = now - occupant.heard_at if occupant is not None and not occupant.released else 0.0

@@ -82,6 +82,12 @@ def test_where_all_have_come_it_is_nobody() -> None:
     assert "ranks 0, 1, 2 in allreduce of 72 elements, number 8 of group 0" in verdict.why
 
 
+def test_one_call_of_all_is_nobody_s_whatever_its_size() -> None:
+    """Of a group some of whose ranks have ended, say."""
+    verdict = judge({rank: still(call(size=5)) for rank in range(3)})
+    assert (verdict.suspects, verdict.sure) == ((), False)
+
+
 @pytest.mark.parametrize("odd", [call(operation="barrier"), call(7), call(group="1")])
 def test_of_calls_that_do_not_fit_the_rarest_is_the_odd_one(odd: m.Call) -> None:
     verdict = judge({0: still(call()), 1: still(odd), 2: still(call())})
@@ -100,13 +106,10 @@ def test_of_two_that_do_not_fit_nobody_knows_which_is_wrong_and_both_are_told() 
 
 
 def test_a_group_that_has_come_as_a_whole_is_not_the_odd_one() -> None:
-    """Ranks 2 and 3 are together in a collective of theirs; 0 and 1 cross."""
-    whole = call(group="23", size=2)
-    verdict = judge(
-        {0: still(call(1, group="a")), 1: still(call(1, group="b")), 2: still(whole), 3: still(whole)}
-    )
-    assert verdict.suspects == ()
-    assert verdict.sure
+    """Ranks 6 and 7 are together in a collective of theirs; of the others three are here, and three there."""
+    one, other, whole = call(1, group="a", size=6), call(1, group="b", size=6), call(group="c", size=2)
+    verdict = judge(dict(enumerate(map(still, (one, one, one, other, other, other, whole, whole)))))
+    assert (verdict.suspects, verdict.sure) == ((), True)
 
 
 def test_messages_are_followed_to_who_does_not_send() -> None:

@@ -10,7 +10,10 @@ from collections.abc import Callable, Iterator
 
 import pytest
 
+from ckptless.daemon.agent.core.stillness import pace_of, waits_in
+from ckptless.daemon.protocol import messages as m
 from ckptless.daemon.protocol import page as p
+from ckptless.daemon.protocol.codec import CONTROL_LIMIT, Decoder, encode
 from ckptless.daemon.protocol.errors import UsageError
 from ckptless.pytorch_hooks.agent_session.page import FIRST_STEPS, MESSAGES, MOST_S, NOWHERE, Page, operation
 
@@ -165,10 +168,27 @@ def test_garbage_is_read_within_bounds(fd: int, reader: p.PageReader) -> None:
         assert reader.taken in (True, False)
         assert len(reader.phase) <= 64
         assert (reader.allowed_s(0.0) or 0.0) >= 0.0
+        call = waits_in(reader.groups(), for_agent=reader.waits)
+        still = m.Still(
+            still_s=1.0,
+            late=True,
+            how="working",
+            phase=reader.phase,
+            allowed_s=reader.allowed_s(0.0),
+            call=call,
+            queued=tuple((group.name, group.queued) for group in reader.groups()),
+        )
+        steps = reader.steps_after(draw.randint(-1, 5))
+        slot = m.SlotState(
+            slot=0, phase="restored", generation=1, still=still, pace=pace_of(steps) if steps else None
+        )
+        # What an agent makes of it, its daemon takes.
+        state = m.AgentState(seq=1, slots=(slot,))
+        assert Decoder(m.AgentState, CONTROL_LIMIT).feed(encode(state)) == [state]
         for group in reader.groups():
             assert 0 <= group.done <= group.begun
             assert 0 <= group.elements <= p.MOST_ELEMENTS
-        for step in reader.steps_after(draw.randint(-1, 5)):
+        for step in steps:
             assert 0.0 <= step.own_s <= p.MOST_S
 
 
