@@ -3,12 +3,15 @@
 import json
 import os
 import sys
+import tempfile
+from pathlib import Path
 
 import click
 
 from ckptless import __version__
 from ckptless.doctor.collect import collect
 from ckptless.doctor.findings import EXIT_CODES, Finding, find, worst
+from ckptless.doctor.preflight import preflight
 from ckptless.torch_versions import Version, parse
 
 MARKS = {"fine": "ok  ", "limited": "!   ", "broken": "BAD "}
@@ -26,14 +29,46 @@ def _version(_ctx: click.Context, _option: click.Parameter, value: str | None) -
     "--torch", callback=_version, metavar="X.Y", help="Ask about this torch, not the installed one."
 )
 @click.option("--nccl", callback=_version, metavar="X.Y", help="Ask about this NCCL.")
+@click.option(
+    "--node",
+    is_flag=True,
+    help="Try this node instead: memory, a disk, its network, arithmetic on each device that torch sees.",
+)
+@click.option(
+    "--folder",
+    "folders",
+    type=click.Path(path_type=Path, exists=True, file_okay=False),
+    multiple=True,
+    metavar="DIR",
+    help="With --node: a folder whose disk is tried; may be given again.  [default: that of temporary files]",
+)
+@click.option(
+    "--time-limit",
+    "limit_s",
+    type=click.FloatRange(min=1),
+    default=20.0,
+    show_default=True,
+    metavar="SECONDS",
+    help="With --node: how long each part may take; one that takes longer is broken.",
+)
 @click.option("--json", "as_json", is_flag=True, help="Findings as JSON.")
 @click.version_option(__version__, "-V", "--version", message="%(prog)s %(version)s")
-def command(torch: Version | None, nccl: Version | None, as_json: bool) -> None:
+def command(  # one argument for each option
+    torch: Version | None,
+    nccl: Version | None,
+    node: bool,
+    folders: tuple[Path, ...],
+    limit_s: float,
+    as_json: bool,
+) -> None:
     """Tell what this torch, this NCCL and this machine will do under ckptless, and why.
 
     Exit code: 0 all is fine, 1 it works with limits, 2 something will not work.
     """
-    findings = find(collect(os.environ, torch, nccl))
+    if node:
+        findings = preflight(folders or (Path(tempfile.gettempdir()),), limit_s)
+    else:
+        findings = find(collect(os.environ, torch, nccl))
     grade = worst(findings)
     if as_json:
         told = {"version": 1, "grade": grade, "findings": [finding.told() for finding in findings]}

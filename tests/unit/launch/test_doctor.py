@@ -3,7 +3,11 @@
 from __future__ import annotations
 
 import json
+import sys
+import tempfile
+import threading
 from collections.abc import Mapping
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -13,6 +17,7 @@ from msgspec.structs import asdict
 from ckptless import nccl_settings
 from ckptless.daemon.agent.nccl.wire import LAYOUTS
 from ckptless.doctor import __main__ as program
+from ckptless.doctor import preflight
 from ckptless.doctor.collect import collect, of_number
 from ckptless.doctor.facts import Daemon, Facts, Nccl, ProcessLimits, Torch
 from ckptless.doctor.findings import Finding, find, layout_of, worst
@@ -185,3 +190,97 @@ def test_releases_of_nccl_that_crash_in_an_abort_are_named(version: tuple[int, .
     findings = about(Facts(**{**SOUND, "nccl": Nccl(version, "torch's")}), "NCCL abort")
     assert [one.grade for one in findings] == ["broken"] * broken
     assert all("install another one" in one.text for one in findings)
+
+
+# ------------------------------------------------------------------------------------------ a node is tried
+
+
+@pytest.fixture
+def small(monkeypatch: pytest.MonkeyPatch) -> None:
+    """As on a node that has little of everything."""
+    for name in ("MEMORY_NBYTES", "DISK_NBYTES", "NETWORK_NBYTES"):
+        monkeypatch.setattr(preflight, name, 2 << 20)
+
+
+def tried(*arguments: str) -> tuple[int, dict[str, dict[str, str]]]:
+    result = CliRunner().invoke(program.command, ["--node", "--json", *arguments])
+    found = json.loads(result.stdout)["findings"]
+    return result.exit_code, {one["about"]: one for one in found}
+
+
+@pytest.mark.usefixtures("small")
+def test_a_sound_node(tmp_path: Path) -> None:
+    code, found = tried("--folder", str(tmp_path))
+    assert code == 0, found
+    assert [*found] == ["memory", "network", f"disk {tmp_path}", "processor"]
+    assert found["memory"]["text"].startswith("4 MiB, ")
+    assert "is right" in found["processor"]["text"]
+    assert [*tmp_path.iterdir()] == []
+
+
+@pytest.mark.usefixtures("small")
+@pytest.mark.parametrize(
+    ("name", "says"),
+    [
+        ("memory", "MiB 0 of 2 did not keep"),
+        ("disk", "MiB 0 of a file was not read"),
+        ("network", "is not what came"),
+    ],
+)
+def test_what_is_not_kept_is_found(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, name: str, says: str
+) -> None:
+    """Each time that a pattern is asked for it is another one."""
+    numbers = iter(range(1 << 20))
+    right = preflight._pattern
+    monkeypatch.setattr(preflight, "_pattern", lambda _number: right(next(numbers)))
+    code, found = tried("--folder", str(tmp_path))
+    assert code == 2
+    (one,) = [one for about, one in found.items() if about.startswith(name)]
+    assert one["grade"] == "broken"
+    assert says in one["text"]
+
+
+@pytest.mark.usefixtures("small")
+def test_a_product_that_is_not_what_it_is_elsewhere(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(preflight, "PRODUCT", "0" * 16)
+    code, found = tried("--folder", str(tmp_path))
+    assert (code, found["processor"]["grade"]) == (2, "broken")
+    monkeypatch.setitem(sys.modules, "torch", None)
+    code, found = tried("--folder", str(tmp_path))
+    assert (code, found["processor"]["grade"]) == (1, "limited")
+
+
+@pytest.mark.usefixtures("small")
+def test_what_hangs_or_cannot_be_written_is_broken(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    over = threading.Event()
+
+    def hangs() -> str:
+        # no deadline: the test's own, which sets it
+        over.wait()
+        return ""
+
+    def has_none() -> str:
+        raise MemoryError
+
+    def is_read_only(**_named: Any) -> Any:
+        raise OSError(30, "Read-only file system")
+
+    monkeypatch.setattr(preflight, "network", hangs)
+    monkeypatch.setattr(preflight, "memory", has_none)
+    monkeypatch.setattr(tempfile, "TemporaryFile", is_read_only)
+    try:
+        code, found = tried("--folder", str(tmp_path), "--time-limit", "5")
+    finally:
+        over.set()
+    assert code == 2
+    texts = {about: one["text"] for about, one in found.items() if one["grade"] == "broken"}
+    assert texts == {
+        "memory": "MemoryError",
+        "network": "no answer in 5 s",
+        f"disk {tmp_path}": "[Errno 30] Read-only file system",
+    }
+
+
+def test_a_folder_that_is_not_there_is_a_mistake() -> None:
+    assert CliRunner().invoke(program.command, ["--node", "--folder", "/no/such"]).exit_code == 2
