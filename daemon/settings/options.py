@@ -264,7 +264,8 @@ class HealthSettings:
     within an hour. `undrain_after_s`: a node that was drained for its health, and is well for so long, is
     undrained; None: never. `without`: probes that do not look. `disks`: folders that need room; `mounts`:
     file systems that have to answer. `commands`: lines to run, by a name; `actions`: what is done for a
-    finding, by its code, where the table says something else.
+    finding, by its code, where the table says something else. `move_stragglers`: jobs leave a node with a rank
+    that is slower than the others in so many windows more, once it is named; 0: never.
     """
 
     act: Action = choice(among=get_args(Action)).default("evict")
@@ -289,6 +290,7 @@ class HealthSettings:
         read=lambda written: mapping(written, get_args(Action).__contains__),
         restart=True,
     ).default()
+    move_stragglers: int = number(low=0, high=1000).default(0)
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -110,6 +110,7 @@ class Health:
         """Say it to all jobs, those that have come since, too."""
         for run in self._open():
             control = run.session.control
+            control.move_stragglers = self._acting.settings.move_stragglers
             if control.unwell.get(control.me) != self._left:
                 run.session.feed(e.Unwell(self._left))
 

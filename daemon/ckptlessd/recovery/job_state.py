@@ -43,7 +43,8 @@ class JobState:
     were followed; by `reign` its node leads, or `leader` is nobody. `reachable`, `answering` and `heartbeats`
     are nodes whose daemons are connected, whose agents answer, and of whose daemons others hear. `unable`:
     nodes whose daemon cannot vote. `apart`: nodes that this daemon cannot reach itself. `unwell`, `drained`:
-    nodes that the job is to leave, by their own daemons' word, and by Slurm's. `touched`: nodes with news
+    nodes that the job is to leave, by their own daemons' word, and by Slurm's; `slow`: by the leader's, of
+    ranks that have held up the others for `move_stragglers` windows (0: never). `touched`: nodes with news
     since the leader looked last.
     """
 
@@ -70,6 +71,8 @@ class JobState:
     apart: frozenset[int] = frozenset()
     unwell: dict[int, Leave] = field(default_factory=dict)
     drained: dict[int, Leave] = field(default_factory=dict)
+    slow: dict[int, Leave] = field(default_factory=dict)
+    move_stragglers: int = 0
     touched: set[int] = field(default_factory=set)
     lease: Lease = field(default_factory=Lease)
     cancelled: m.Cancel | None = None

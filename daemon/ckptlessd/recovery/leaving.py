@@ -1,4 +1,4 @@
-"""Pure: when the leader has a job leave a node that lives: one that is not well, or is wanted by others.
+"""Pure: when the leader has a job leave a node that lives: one that is not well, slow, or wanted by others.
 
 One node at a time, and only while the job trains: it must be able to go on without each. Of a node whose
 memory is trusted the ranks move with their newest state, and it is out once it has none; one
@@ -38,10 +38,14 @@ class Leaving:
     def due(self, assignment: m.Assignment, now: float) -> str | None:
         """Return why a generation that trains is to be stopped: its ranks leave a node; None: it goes on."""
         job = self.job
-        if not (job.unwell or job.drained) or job.stage != "running" or now - self._looked_s < LOOK_S:
+        if (
+            not (job.unwell or job.drained or job.slow)
+            or job.stage != "running"
+            or now - self._looked_s < LOOK_S
+        ):
             return None
         self._looked_s = now
-        for node, leave in sorted({**job.drained, **job.unwell}.items()):
+        for node, leave in sorted({**job.slow, **job.drained, **job.unwell}.items()):
             view = job.nodes.get(node)
             if view is None or not view.usable:
                 continue

@@ -1,10 +1,11 @@
 """Pure: what the leader makes of ranks that are slower than the others, time and again."""
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 
 from ckptless.daemon.ckptlessd.planning.event_lines import Line
 from ckptless.daemon.ckptlessd.planning.pace import Slow, slow
+from ckptless.daemon.ckptlessd.recovery.events import Leave
 from ckptless.daemon.ckptlessd.recovery.job_state import JobState
 from ckptless.daemon.protocol import messages as m
 from ckptless.daemon.protocol.records import Subject
@@ -22,15 +23,16 @@ class Stragglers:
     _generation: int = 0
     _paces: dict[int, m.Pace] = field(default_factory=dict)
     _fresh: set[int] = field(default_factory=set)
-    # Windows in a row in which a rank was slow; below zero for one that is named: in which it was not.
+    # Windows in a row in which a rank was slow, or, of one that is named, was not.
     _strikes: dict[int, int] = field(default_factory=dict)
-    _named: set[int] = field(default_factory=set)
+    # In how many windows it was slow since it was named.
+    _named: dict[int, int] = field(default_factory=dict)
 
     def take(self, assignment: m.Assignment, nodes: Iterable[int]) -> list[Line]:
         """Take what these nodes have told; return what is to be said once every rank has told anew."""
         if self._generation != assignment.generation:
             self._generation = assignment.generation
-            for kept in (self._paces, self._fresh, self._strikes, self._named):
+            for kept in (self._paces, self._fresh, self._strikes, self._named, self.job.slow):
                 kept.clear()
         for node in nodes:
             view = self.job.nodes[node]
@@ -59,13 +61,29 @@ class Stragglers:
                     (begun if rank in found else over).append(rank)
             else:
                 self._strikes.pop(rank, None)
-        self._named = (self._named | {*begun}) - {*over}
+        for rank in over:
+            del self._named[rank]
+        self._named.update(dict.fromkeys(begun, 0))
+        self._leave(assignment, found, begun)
         lines = [_line(assignment, [found[rank] for rank in sorted(begun)])] if begun else []
         if over:
             names = ", ".join(map(str, sorted(over)[:MOST_NAMED]))
             text = f"rank{'s' if len(over) > 1 else ''} {names} as fast as the others again"
             lines.append(Line("info", "straggler-over", text))
         return lines
+
+    def _leave(self, assignment: m.Assignment, found: Mapping[int, Slow], begun: Collection[int]) -> None:
+        """Have the job leave the nodes whose ranks are still slow, where the site wants that."""
+        for rank in self._named:
+            if rank in found and rank not in begun:
+                self._named[rank] += 1
+            if 0 < self.job.move_stragglers <= self._named[rank]:
+                share = f"+{100 * found[rank].share:.0f} %, {found[rank].bound}" if rank in found else "slow"
+                reason = f"unwell (rank {rank} holds up the others: {share})"
+                self.job.slow.setdefault(assignment.places[rank].node, Leave(reason, "leader"))
+        slow_nodes = {assignment.places[rank].node for rank in self._named}
+        for node in self.job.slow.keys() - slow_nodes:
+            del self.job.slow[node]
 
 
 def _line(assignment: m.Assignment, ranks: Sequence[Slow]) -> Line:

@@ -30,6 +30,7 @@ class Job:
         code: int | None = None,
         hooked: bool = True,
         still: m.Still | None = None,
+        pace: m.Pace | None = None,
     ) -> Heard:
         self.seq += 1
         assignment = self.node.control.job.assignment
@@ -43,6 +44,7 @@ class Job:
             step=STEP + stepped,
             stepped=stepped,
             still=still,
+            pace=pace,
             cause=cause,
             exit_code=code,
         )

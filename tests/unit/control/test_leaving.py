@@ -8,6 +8,7 @@ import pytest
 
 from ckptless.daemon.ckptlessd.recovery import events as e
 from ckptless.daemon.ckptlessd.recovery.events import Leave
+from ckptless.daemon.ckptlessd.recovery.stragglers import STRIKES
 from ckptless.daemon.protocol import messages as m
 from ckptless.daemon.protocol.records import EventRecord
 
@@ -178,3 +179,30 @@ def test_a_fault_beside_it_is_answered_in_the_same_plan() -> None:
     assignment = job.node.control.job.assignment
     assert assignment is not None
     assert len(assignment.faults) == 1
+
+
+def test_a_rank_that_stays_slow_moves_to_a_spare() -> None:
+    job = Job()
+    job.node.control.job.move_stragglers = 2
+    steps = 0
+    while not stops(job):
+        steps += 1
+        assert steps < 20
+        for node in range(3):
+            pace = m.Pace(
+                step=steps,
+                took_s=0.2,
+                own_s=0.15 if node == 1 else 0.1,
+                waited_s=0.0,
+                data_s=0.0,
+                commit_s=0.0,
+            )
+            job.say(node, "restored", pace=pace)
+        job.node.wait(0.5)
+    assert steps == STRIKES + 2
+    assert stops(job) == [
+        "its ranks leave node-1, which is unwell (rank 1 holds up the others: +50 %, compute)"
+    ]
+    job.freeze(0, 2, 3)
+    job.say(1, "left", frozen=True)
+    assert (job.generation, places(job)) == (2, [0, 3, 2])

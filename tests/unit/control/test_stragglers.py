@@ -11,6 +11,7 @@ from ckptless.daemon.agent.core.stillness import WINDOW, pace_of
 from ckptless.daemon.ckptlessd.planning.event_lines import Line
 from ckptless.daemon.ckptlessd.planning.faults import NodeViews
 from ckptless.daemon.ckptlessd.planning.pace import shares, slow
+from ckptless.daemon.ckptlessd.recovery.events import Leave
 from ckptless.daemon.ckptlessd.recovery.stragglers import STRIKES, Stragglers
 from ckptless.daemon.protocol import messages as m
 from ckptless.daemon.protocol.page import Stepped
@@ -84,7 +85,9 @@ def test_where_the_time_goes() -> None:
 class Job:
     """What a leader has heard of a job of 8 ranks on 4 nodes."""
 
-    def __init__(self) -> None:
+    def __init__(self, move_stragglers: int = 0) -> None:
+        self.move_stragglers = move_stragglers
+        self.slow: dict[int, Leave] = {}
         self.nodes = NodeViews(tuple(range(NODES)))
         self.assignment = m.Assignment(
             job="j",
@@ -186,6 +189,37 @@ def test_another_generation_begins_anew() -> None:
     for _ in range(STRIKES - 1):
         assert job.window({5: 1.2}) == []
     assert len(job.window({5: 1.2})) == 1
+
+
+def test_a_node_is_to_be_left_where_the_site_wants_that_and_its_rank_stays_slow() -> None:
+    for most, after in ((0, None), (1, 1), (4, 4)):
+        job = Job(most)
+        for _ in range(STRIKES):
+            job.window({5: 1.2})
+        assert job.slow == {}, "it was only named"
+        left = None
+        for window in range(1, 10):
+            job.window({5: 1.2})
+            if left is None and job.slow:
+                left = window
+        assert left == after
+    reason = "unwell (rank 5 holds up the others: +20 %, compute)"
+    assert job.slow == {2: Leave(reason, "leader")}
+
+
+def test_a_rank_that_is_fast_again_keeps_its_node() -> None:
+    job = Job(2)
+    for _ in range(STRIKES + 2):
+        job.window({5: 1.2})
+    assert [*job.slow] == [2]
+    for _ in range(STRIKES):
+        job.window()
+    assert job.slow == {}
+    for _ in range(STRIKES + 2):
+        job.window({5: 1.2})
+    job.assignment = structs.replace(job.assignment, generation=2)
+    job.window({5: 1.2})
+    assert job.slow == {}, "it is another generation"
 
 
 def windows_named(spread: float, factor: float) -> tuple[int, int]:

@@ -116,6 +116,7 @@ health:
   mounts: [/home, /scratch/a b]
   commands: {nhc: "/usr/sbin/nhc -a"}
   actions: {xid-13: drain, our-own: move}
+  move_stragglers: 10
 budgets: {raise_tries: 2, process_tries: 4, flap_tries: 6, flap_window: 30m}
 """
     )
@@ -138,6 +139,7 @@ budgets: {raise_tries: 2, process_tries: 4, flap_tries: 6, flap_window: 30m}
     assert (health.act, health.most_per_hour, health.undrain_after_s) == ("drain", 5, 3600.0)
     assert (health.without, health.disks) == (("nvml",), ("/local",))
     assert health.mounts == ("/home", "/scratch/a b")
+    assert health.move_stragglers == 10
     assert health.commands == {"nhc": "/usr/sbin/nhc -a"}
     assert health.actions == {"xid-13": "drain", "our-own": "move"}
     assert files.load(as_yaml(found)).health == health
