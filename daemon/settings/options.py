@@ -264,8 +264,8 @@ class HealthSettings:
     within an hour. `undrain_after_s`: a node that was drained for its health, and is well for so long, is
     undrained; None: never. `without`: probes that do not look. `disks`: folders that need room; `mounts`:
     file systems that have to answer. `commands`: lines to run, by a name; `actions`: what is done for a
-    finding, by its code, where the table says something else. `move_stragglers`: jobs leave a node with a rank
-    that is slower than the others in so many windows more, once it is named; 0: never.
+    finding, by its code, where the table says something else. `move_stragglers`: jobs leave a node with a
+    rank that is slower than the others in so many windows more, once it is named; 0: never.
     """
 
     act: Action = choice(among=get_args(Action)).default("evict")

@@ -32,20 +32,18 @@ class Leaving:
     def begin(self) -> None:
         """Begin to lead."""
         self.nodes, self._looked_s = frozenset(), -LOOK_S
-        # What an earlier reign has heard of Slurm.
+        # What an earlier reign has heard of Slurm, and found out.
         self.job.drained.clear()
+        self.job.slow.clear()
 
     def due(self, assignment: m.Assignment, now: float) -> str | None:
         """Return why a generation that trains is to be stopped: its ranks leave a node; None: it goes on."""
         job = self.job
-        if (
-            not (job.unwell or job.drained or job.slow)
-            or job.stage != "running"
-            or now - self._looked_s < LOOK_S
-        ):
+        nodes = {**job.slow, **job.drained, **job.unwell}
+        if not nodes or job.stage != "running" or now - self._looked_s < LOOK_S:
             return None
         self._looked_s = now
-        for node, leave in sorted({**job.slow, **job.drained, **job.unwell}.items()):
+        for node, leave in sorted(nodes.items()):
             view = job.nodes.get(node)
             if view is None or not view.usable:
                 continue

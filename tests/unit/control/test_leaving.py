@@ -189,14 +189,8 @@ def test_a_rank_that_stays_slow_moves_to_a_spare() -> None:
         steps += 1
         assert steps < 20
         for node in range(3):
-            pace = m.Pace(
-                step=steps,
-                took_s=0.2,
-                own_s=0.15 if node == 1 else 0.1,
-                waited_s=0.0,
-                data_s=0.0,
-                commit_s=0.0,
-            )
+            own_s = 0.15 if node == 1 else 0.1
+            pace = m.Pace(step=steps, took_s=0.2, own_s=own_s, waited_s=0.0, data_s=0.0, commit_s=0.0)
             job.say(node, "restored", pace=pace)
         job.node.wait(0.5)
     assert steps == STRIKES + 2
