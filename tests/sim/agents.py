@@ -23,6 +23,9 @@ if TYPE_CHECKING:
 RETRY_S = 0.1
 PROGRESS_S = 0.25
 FORK_S = 0.02
+# How its ranks get on is looked at so often; one that stands still for so long is late: less than the longest
+# steps take.
+STILL_LOOK_S, STILL_S = 0.5, 1.5
 
 
 class Agent:
@@ -53,6 +56,9 @@ class Agent:
         self._hello = m.AgentHello(protocol=m.PROTOCOL, spec=world.spec, info=info, pid=1000 + node)
         self.lease = AgentLease(world.spec.limits.lease_s, 0.0)
         self._keep_lease()
+        # Where each process was seen, and since when it is there.
+        self._stood: dict[int, tuple[object, float]] = {}
+        self._look()
 
     @property
     def sound(self) -> bool:
@@ -303,6 +309,38 @@ class Agent:
         if self.sound:
             self.core.exited(process.birth, code, f"ended with {code}", self.world.events.now)
             self._settle()
+
+    def _look(self) -> None:
+        """Look how its ranks get on, as `ranks.standing` does; of one in three it says the wrong thing."""
+        now = self.world.events.now
+        for process in self.living if self.sound else ():
+            self.core.stands(process.birth, self._still(process, now))
+        self._settle()
+        if self.alive:
+            self.world.events.after(STILL_LOOK_S, self._look)
+
+    def _still(self, process: Process, now: float) -> m.Still | None:
+        slot = self.core.occupied(process.birth)
+        at = process.generation, process.step, process.waits_in
+        if slot is None or slot.phase != "restored" or self._stood.get(process.birth, (None, now))[0] != at:
+            self._stood[process.birth] = at, now
+            return None
+        still_s = now - self._stood[process.birth][1]
+        if still_s < STILL_S:
+            return None
+        wrong, works = process.pid % 3 == 0, not process.stuck
+        group = "" if process.waits_in != "reduce" else "0"
+        call = m.Call(
+            group=group, size=self.world.spec.world_size, number=process.step, operation="allreduce"
+        )
+        return m.Still(
+            still_s=still_s,
+            late=True,
+            how="stopped" if process.stopped else "working" if works != wrong else "asleep",
+            phase="compute",
+            longest_s=0.1,
+            call=call if process.waits_in else None,
+        )
 
     # ------------------------------------------------------------------------------------- state
 

@@ -47,6 +47,7 @@ class Process:
         self.generation, self._ended, self._went, self.rank, self.step = 0, 0, 0, -1, -1
         self._acked = (0, -1)
         self._waits: tuple[str, Callable[[], None]] | None = None
+        self._reducing = False
         self._turn = 0
         self.raises: str | None = None
         fate = world.start_fate()
@@ -130,7 +131,7 @@ class Process:
         self.part, self._next = self._next, None
         self.generation, self.inside, self._leaving = self.part.generation, True, False
         self._turn += 1
-        self._waits = None
+        self._waits, self._reducing = None, False
         self.world.touched = True
         if self.part.restore_step is None or self.part.cut != self._cut:
             self._built = False
@@ -200,12 +201,19 @@ class Process:
             self.world.note_raise(self, text)
             self._leave(m.Cause(kind="raised", text=text))
             return
+        self._reducing = True
         self.world.barriers.enter(self)
+
+    @property
+    def waits_in(self) -> str:
+        """What its main thread waits in; "" where it is at work, or stuck elsewhere."""
+        return "reduce" if self._reducing else self._waits[0] if self._waits is not None else ""
 
     def reduced(self, gradient: frozenset[int]) -> None:
         """Every rank was there. The next step may be committed once the copies of this one are held."""
         if self._leaving:
             return  # the others have its part; it has been called away before it had theirs
+        self._reducing = False
         self._gradient = gradient
         ready = self._acked >= (self.generation, self.step)
         self._later(0.0, 0.02, lambda: self._wait("ack", ready or self._has_ack(), self._commit))
