@@ -26,6 +26,11 @@ HANGS = {
     (int(step), int(rank)): kind for step, rank, kind in (one.split(":") for one in sys.argv[3].split(","))
 }
 SLEEP_S = float(os.environ.get("STEP_S", "0.05"))
+DEVICE = os.environ.get("TOY_DEVICE", "cpu")
+if DEVICE == "simdev":
+    from tests.simdev import hooked
+
+    hooked.install()
 
 
 class Never(Dataset[int]):
@@ -116,7 +121,7 @@ def maybe_hang(run: Any, where: str) -> None:
 def train(run: Any) -> None:
     def build() -> ckptless.State:
         torch.manual_seed(1)
-        model = torch.nn.parallel.DistributedDataParallel(torch.nn.Linear(8, 8))
+        model = torch.nn.parallel.DistributedDataParallel(torch.nn.Linear(8, 8).to(DEVICE))
         return ckptless.State(model=model, optimizer=torch.optim.AdamW(model.parameters()))
 
     state = run.keep(build)
@@ -127,7 +132,7 @@ def train(run: Any) -> None:
         maybe_hang(run, "forward")
         time.sleep(SLEEP_S)
         x = torch.randn(4, 8, generator=torch.Generator().manual_seed(100 * run.step + run.rank))
-        loss = state.model(x).pow(2).mean()
+        loss = state.model(x.to(DEVICE)).pow(2).mean()
         loss.backward()
         state.optimizer.step()
         state.optimizer.zero_grad()

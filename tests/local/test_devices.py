@@ -12,7 +12,18 @@ import pytest
 
 from tests.simdev import build, device
 
-from .localrun import FAULTY_DEADLINE_S, RANKS, Shape, check, fault, on, same_as_reference, toy
+from .localrun import (
+    FAULTY_DEADLINE_S,
+    HERE,
+    RANKS,
+    Job,
+    Shape,
+    check,
+    fault,
+    on,
+    same_as_reference,
+    toy,
+)
 from .test_sharded import twenty
 
 pytestmark = [
@@ -145,3 +156,16 @@ def test_twenty_faults(tmp_path: Path, parallel: str, seed: int) -> None:
     overlap = "on" if seed % 2 else "off"
     shape = Shape(steps=MANY, parallel=parallel, overlap=overlap, device="simdev")
     assert check(tmp_path, twenty(seed), spares=3, shape=shape)["node-lost"] == 3
+
+
+def test_who_hangs_is_named_by_what_the_others_have_given_their_devices(tmp_path: Path) -> None:
+    """Nobody asks a device what it waits for: of all-reduces the one that hangs has given its own one less."""
+    options = ["--job", "hangs", "--nodes", RANKS, "--tee", "none"]
+    script = [HERE / "hangs_script.py", 130, tmp_path / "out", "50:1:stopped,90:2:lock"]
+    with Job(tmp_path, options, script, env=on("simdev")) as job:
+        job.ended(0, FAULTY_DEADLINE_S)
+        ledger = job.ledger()
+    hung = [one for one in ledger.faults if one.kind == "hung"]
+    assert [one.rank for one in hung] == [1, 2], job.story()
+    assert all(f"{RANKS - 1} other ranks wait" in one.detail for one in hung)
+    assert "it sleeps in lock (hangs_script.py" in hung[1].detail
