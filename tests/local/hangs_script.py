@@ -94,7 +94,8 @@ def evaluation(run: Any) -> None:
 
 def too_long(run: Any) -> None:
     with run.phase("too long", up_to=1.0):
-        lock()
+        while True:
+            pass
 
 
 KINDS = (stopped, interpreter, interpreter_asleep, lock, loader, file, native, child, other_collective)

@@ -159,7 +159,7 @@ def test_twenty_faults(tmp_path: Path, parallel: str, seed: int) -> None:
 
 
 def test_who_hangs_is_named_by_what_the_others_have_given_their_devices(tmp_path: Path) -> None:
-    """Nobody asks a device what it waits for: of all-reduces the one that hangs has given its own one less."""
+    """Nobody asks a device what it waits for: the one that hangs has given its own an all-reduce less."""
     options = ["--job", "hangs", "--nodes", RANKS, "--tee", "none"]
     script = [HERE / "hangs_script.py", 130, tmp_path / "out", "50:1:stopped,90:2:lock"]
     with Job(tmp_path, options, script, env=on("simdev")) as job:

@@ -114,4 +114,4 @@ def test_what_the_script_has_said_is_no_hang(tmp_path: Path) -> None:
         ledger = job.ledger()
     (fault,) = [one for one in ledger.faults if one.kind not in ("broken", "exit")]
     assert (fault.kind, fault.rank) == ("hung", 2), job.story()
-    assert "(phase too long)" in fault.detail
+    assert "(phase too long, longer than the script has said)" in fault.detail

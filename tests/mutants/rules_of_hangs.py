@@ -18,7 +18,7 @@ HANGS: tuple[Named, ...] = (
         ),
         (
             "one that runs is sure to hang",
-            'sure=all(still[rank].how != "working" for rank in free)',
+            "sure=all(_is_sure(still[rank]) for rank in free)",
             "sure=True",
             "test_only_of_one_that_does_not_run_it_is_sure",
         ),

@@ -100,4 +100,5 @@ class Slot:
 
 def _news(still: Still) -> tuple[object, ...]:
     """Return what of it a daemon is told of at once; the rest only grows older."""
-    return still.late, still.how, still.phase, still.allowed_s is None, still.call, still.queued, still.at
+    over = still.allowed_s is None, still.allowed_s == 0.0
+    return still.late, still.how, still.phase, over, still.call, still.queued, still.at

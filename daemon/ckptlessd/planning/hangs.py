@@ -20,7 +20,7 @@ MOST_NAMED = 4
 class Verdict:
     """`suspects`: ranks, each with what it does, in a sentence; `why`: the same of a job without a suspect.
 
-    `sure`: a process that computes or waits for a disk is none of them.
+    `sure`: none of them is a process that runs, or waits for a disk, as it may.
     """
 
     suspects: tuple[tuple[int, str], ...] = ()
@@ -46,13 +46,19 @@ def judge(still: Mapping[int, m.Still]) -> Verdict:
     suspects = tuple(
         (rank, f"{who} in a collective that it has not come to: {what(still[rank])}") for rank in free
     )
-    return Verdict(suspects, sure=all(still[rank].how != "working" for rank in free))
+    return Verdict(suspects, sure=all(_is_sure(still[rank]) for rank in free))
+
+
+def _is_sure(one: m.Still) -> bool:
+    """Whether it does not run, or runs for longer than its script has said it would."""
+    return one.how != "working" or one.allowed_s == 0.0
 
 
 def what(still: m.Still) -> str:
     """Return in words what a rank is at that waits for nobody."""
     place = f" in {still.at}" if still.at else ""
-    phase = f" (phase {still.phase})" if still.phase not in ("", "compute") else ""
+    over = ", longer than the script has said" if still.allowed_s == 0.0 else ""
+    phase = f" (phase {still.phase}{over})" if still.phase not in ("", "compute") else ""
     doing = {
         "asleep": "it sleeps",
         "stopped": "its process is stopped by a signal",

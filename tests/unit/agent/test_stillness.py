@@ -12,6 +12,7 @@ from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
+from msgspec import structs
 
 from ckptless.daemon.agent.core.slots import Slot
 from ckptless.daemon.agent.core.stillness import (
@@ -158,6 +159,10 @@ def test_of_a_rank_that_stands_still_it_is_told_once() -> None:
     assert slot.stands(m.Still(still_s=5.5, late=True, how="asleep", phase="compute"))
     assert slot.stands(None)
     assert slot.stands(still)
+    allowed = [
+        structs.replace(still, phase="evaluation", allowed_s=left_s) for left_s in (9.0, 8.0, 0.0, 0.0)
+    ]
+    assert [slot.stands(one) for one in allowed] == [True, False, True, False], "its time is over"
     slot.enter("left", 1, 0.0)
     assert slot.told(0.0).still is None
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 import random
 
 import pytest
+from msgspec import structs
 
 from ckptless.daemon.ckptlessd.planning.hangs import MOST_NAMED, judge
 from ckptless.daemon.protocol import messages as m
@@ -58,6 +59,14 @@ def test_only_of_one_that_does_not_run_it_is_sure(how: m.Stillness, sure: bool, 
     verdict = judge({0: still(call()), 1: still(how=how)})
     assert [rank for rank, _ in verdict.suspects] == [1]
     assert (verdict.sure, says in verdict.suspects[0][1]) == (sure, True)
+
+
+@pytest.mark.parametrize(("allowed_s", "sure"), [(None, False), (1.0, False), (0.0, True)])
+def test_one_that_runs_for_longer_than_its_script_has_said_hangs(allowed_s: float | None, sure: bool) -> None:
+    one = structs.replace(still(how="working"), allowed_s=allowed_s, phase="evaluation")
+    verdict = judge({0: still(call()), 1: one})
+    assert verdict.sure == sure
+    assert ("(phase evaluation, longer than the script has said)" in verdict.suspects[0][1]) == sure
 
 
 def test_one_that_cannot_note_what_is_done_is_not_taken_to_wait() -> None:
