@@ -18,7 +18,7 @@ from .localrun import HERE, Job
 
 SECONDS = float(os.environ.get("CKPTLESS_SOAK_S", "120"))
 RANKS = 4
-pytestmark = pytest.mark.slow
+pytestmark = [pytest.mark.slow, pytest.mark.timeout(10 * SECONDS + 400)]
 
 
 @contextmanager
