@@ -27,7 +27,7 @@ _LIBRARIES = tuple({sysconfig.get_path(name) for name in ("stdlib", "platstdlib"
 class Page:
     """A process's page, which lives as long as the process.
 
-    `newest` is the newest step that was seen, `step` the newest whose time is known.
+    `newest` is the newest step that was seen, `step` the newest whose time is known, `generation` the slot's.
     """
 
     fd: int
@@ -35,6 +35,7 @@ class Page:
     watched: stillness.Watched
     step: int = -1
     newest: int = -1
+    generation: int = 0
     # Those of which no pace is told yet.
     steps: list[p.Stepped] = field(default_factory=list)
     stacks_at: int = p.NBYTES
@@ -80,7 +81,9 @@ class Standing:
         Where the script is, `Watched.at`, is for somebody to ask the process.
         """
         one, reader = page.watched, page.reader
-        if not reader.taken or slot.phase != "restored":
+        # A recovery may be over between two looks.
+        other, page.generation = slot.generation != page.generation, slot.generation
+        if not reader.taken or slot.phase != "restored" or other:
             one.see(b"", now)
             one.stood_s = 0.0
             page.newest = reader.step

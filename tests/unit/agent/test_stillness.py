@@ -182,6 +182,7 @@ class Rank:
     def restored(self) -> None:
         self.slot.enter("restored", 1, self.now)
         self.rank.begin(self.step)
+        assert self.look() is None
 
     def steps(self, count: int, took_s: float = 0.5) -> None:
         for _ in range(count):
@@ -240,7 +241,7 @@ def test_of_what_did_not_help_it_is_learned(rank: Rank) -> None:
     rank.steps(1)
     rank.steps(FEWEST)
     assert rank.stand(TIMES_EVER * 30.0 - 0.5) == []
-    assert rank.stand(1.0)
+    assert rank.stand(2.0)
 
 
 def test_what_ended_with_its_generation_is_no_rhythm(rank: Rank) -> None:
@@ -251,6 +252,16 @@ def test_what_ended_with_its_generation_is_no_rhythm(rank: Rank) -> None:
     rank.slot.enter("left", 1, rank.now)
     assert rank.look() is None
     rank.restored()
+    rank.steps(FIRST_STEPS + 1)
+    assert rank.stand(FLOOR_S - 0.25) == []
+    assert len(rank.stand(0.25)) == 1
+
+
+def test_a_recovery_that_is_over_between_two_looks_ends_a_standstill(rank: Rank) -> None:
+    rank.steps(FIRST_STEPS + FEWEST)
+    rank.stand(4.0)
+    rank.slot.enter("restored", 2, rank.now)
+    rank.rank.begin(rank.step)
     rank.steps(FIRST_STEPS + 1)
     assert rank.stand(FLOOR_S - 0.25) == []
     assert len(rank.stand(0.25)) == 1
