@@ -104,3 +104,13 @@ _SOCKET = click.option(
 )
 _JOB = click.option("-j", "--job", metavar="JOB", help="The same as the argument JOB.")
 with_json = click.option("--json", "as_json", is_flag=True, help="JSON to stdout, for scripts.")
+
+
+def as_png(what: str) -> Callable[[Callable[..., Any]], Callable[..., Any]]:
+    """Add --png: draw what a command shows, in place of showing it."""
+    return click.option(
+        "--png",
+        type=click.Path(path_type=Path, dir_okay=False),
+        metavar="FILE",
+        help=f"Draw the {what} as bars to FILE instead (needs ckptless[plot]).",
+    )

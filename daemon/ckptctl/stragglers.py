@@ -7,7 +7,7 @@ import click
 from msgspec import structs
 
 from ckptless.daemon.ckptctl import render, view
-from ckptless.daemon.ckptctl.options import Asked, of_job
+from ckptless.daemon.ckptctl.options import Asked, as_png, of_job
 from ckptless.daemon.ckptlessd.planning.pace import Shares, Slow, shares, slow
 from ckptless.daemon.ledger.merge import Snapshot
 from ckptless.daemon.protocol.errors import CkptlessError
@@ -21,12 +21,7 @@ _ROWS = 32
 
 @click.command()
 @click.option("--all", "everybody", is_flag=True, help=f"Show every rank, not the {_ROWS} slowest.")
-@click.option(
-    "--png",
-    type=click.Path(path_type=Path, dir_okay=False),
-    metavar="FILE",
-    help="Draw the ranks' steps as bars to FILE instead (needs ckptless[plot]).",
-)
+@as_png("ranks' steps")
 @of_job
 def stragglers(asked: Asked, everybody: bool, png: Path | None) -> None:
     """Show which ranks hold up the others: who arrives last at collectives, by how much, and why.

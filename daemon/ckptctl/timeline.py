@@ -9,7 +9,7 @@ import click
 import msgspec
 
 from ckptless.daemon.ckptctl import render, view
-from ckptless.daemon.ckptctl.options import Asked, of_job
+from ckptless.daemon.ckptctl.options import Asked, as_png, of_job
 from ckptless.daemon.protocol.errors import CkptlessError
 from ckptless.daemon.protocol.records import PHASES, RecoveryRecord
 
@@ -17,12 +17,7 @@ _ENOUGH = 3  # recoveries before a median says anything
 
 
 @click.command()
-@click.option(
-    "--png",
-    type=click.Path(path_type=Path, dir_okay=False),
-    metavar="FILE",
-    help="Draw the recoveries as bars to FILE instead (needs ckptless[plot]).",
-)
+@as_png("recoveries")
 @of_job
 def timeline(asked: Asked, png: Path | None) -> None:
     """Show every recovery of a job, phase by phase, in milliseconds.

@@ -129,7 +129,9 @@ class Exchange:
         if number >= MESSAGE:
             # The second argument is a rank of the group; of one from anybody it is a tag.
             anybody = number == MESSAGE_OF_ANYBODY or at == NOWHERE
-            elements = 0 if anybody else self._ranks[given[1]] + 1
+            # A rank that the group does not have is for the backend to refuse.
+            known = not anybody and 0 <= given[1] < len(self._ranks)
+            elements = self._ranks[given[1]] + 1 if known else 0
             at = at if at == NOWHERE else MESSAGES
         elif given:
             first = given[0]

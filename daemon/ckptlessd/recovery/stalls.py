@@ -8,6 +8,7 @@ from ckptless.daemon.ckptlessd.planning import event_lines, hangs, pairs
 from ckptless.daemon.ckptlessd.planning.faults import Finding
 from ckptless.daemon.ckptlessd.recovery.generation_progress import GenerationProgress
 from ckptless.daemon.ckptlessd.recovery.job_state import JobState
+from ckptless.daemon.ckptlessd.recovery.sizes import LOOK_S
 from ckptless.daemon.protocol import messages as m
 
 # Without a step for so long, two nodes that cannot reach each other are why.
@@ -31,6 +32,7 @@ class Stalls:
     _told_early: str = ""
     # The newest step when a rank was replaced, or named, for being late: not again before the next one.
     _replaced: int = -1
+    _looked_s: float = -LOOK_S
     _named: int = -1
 
     def _still_s(self, now: float) -> float:
@@ -79,10 +81,12 @@ class Stalls:
         training = [one for one in slots if one[2].phase == "restored"]
         if not late and stalled and training and not self._excused(training, now):
             text = f"no step in {limits.stall_s:.0f} s"
-            verdict = hangs.judge({rank: slot.still for rank, _, slot in training if slot.still is not None})
-            if verdict.suspects:
-                return [*self._hung(assignment, verdict, text)]
-            if all(slot.still is not None for _, _, slot in training):
+            still = {rank: slot.still for rank, _, slot in training if slot.still is not None}
+            # Of a rank that gets on nobody knows what it waits for.
+            if len(still) == len(training):
+                verdict = hangs.judge(still)
+                if verdict.suspects:
+                    return [*self._hung(assignment, verdict, text)]
                 text += f": {verdict.why}"
             if (early := event_lines.returned_early(assignment, job.nodes)) is not None:
                 text += f": {early.text}"
@@ -129,8 +133,10 @@ class Stalls:
         is named. One that sleeps where others wait for it is replaced; where that brings no step it was no
         reason, and nothing is done until the longest stall is over.
         """
-        if self.job.stage != "running" or self._replaced >= step:
+        if self.job.stage != "running" or self._replaced >= step or now - self._looked_s < LOOK_S:
             return [], None
+        # Not at each report: of many ranks all are looked at.
+        self._looked_s = now
         still: dict[int, m.Still] = {}
         training: list[tuple[int, m.Place, m.SlotState]] = []
         for rank, place, slot in self._slots(assignment):

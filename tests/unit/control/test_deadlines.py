@@ -10,6 +10,7 @@ from msgspec import structs
 from ckptless.daemon.ckptlessd.planning.event_lines import EARLY_S
 from ckptless.daemon.ckptlessd.recovery import events as e
 from ckptless.daemon.ckptlessd.recovery.leading import REPEAT_S
+from ckptless.daemon.ckptlessd.recovery.sizes import LOOK_S
 from ckptless.daemon.ckptlessd.recovery.stalls import APART_S, SETTLED_S
 from ckptless.daemon.protocol import messages as m
 from ckptless.daemon.protocol.records import (
@@ -203,6 +204,7 @@ def stand(job: Job, *ranks: Kind) -> Heard:
     found = Heard()
     for node, kind in enumerate(ranks):
         found.outputs += job.say(node, "restored", still=of_kind(kind)).outputs
+    found.outputs += job.node.wait(LOOK_S, LOOK_S).outputs
     return found
 
 
@@ -222,6 +224,7 @@ def stand(job: Job, *ranks: Kind) -> Heard:
         (("waits", "waits", "waits"), [], "all ranks wait in collectives: ranks 0, 1, 2 in allreduce"),
         (("working", "working", "working"), [], "no step in 600 s: no rank waits for another one"),
         (("waits", "moves", "waits"), [], "no step in 600 s"),
+        (("waits", "moves", "asleep"), [], "no step in 600 s"),
     ],
 )
 def test_who_holds_the_job_up_is_named(ranks: tuple[Kind, ...], named: list[int], says: str) -> None:
@@ -243,7 +246,7 @@ def test_who_hangs_by_the_job_s_own_rhythm_is_replaced_at_once() -> None:
     (told,) = events(job.node.told, "hung")
     assert told.about is not None
     assert told.about.rank == 1
-    assert "no step in 4.0 s, where the longest took 0.5 s: 2 other ranks wait" in told.text
+    assert "no step in 4.2 s, where the longest took 0.5 s: 2 other ranks wait" in told.text
     assert f"it sleeps in {IN_SCRIPT}" in told.text
     job.freeze(0, 2, 3)
     cause = m.Cause(kind="hung", text="stands still")
@@ -280,7 +283,7 @@ def test_who_may_have_its_reasons_is_named_once() -> None:
     stand(job, "waits", "working", "waits")
     job.node.wait(50.0, 1.0)
     (line,) = events(job.node.told, "late")
-    assert "no step in 4.0 s, where the longest took 0.5 s: rank 1: 2 other ranks wait" in line.text
+    assert "no step in 4.2 s, where the longest took 0.5 s: rank 1: 2 other ranks wait" in line.text
     assert (job.stage(), job.lost) == ("running", [])
     stand(job, "waits", "asleep", "waits")
     assert job.stage() == "stopping", "by now it sleeps"

@@ -7,8 +7,11 @@ import random
 import threading
 import time
 from collections.abc import Callable, Iterator
+from typing import Any
 
 import pytest
+import torch
+import torch._dynamo
 
 from ckptless.daemon.agent.core.stillness import pace_of, waits_in
 from ckptless.daemon.protocol import messages as m
@@ -16,6 +19,7 @@ from ckptless.daemon.protocol import page as p
 from ckptless.daemon.protocol.codec import CONTROL_LIMIT, Decoder, encode
 from ckptless.daemon.protocol.errors import UsageError
 from ckptless.pytorch_hooks.agent_session.page import FIRST_STEPS, MESSAGES, MOST_S, NOWHERE, Page, operation
+from ckptless.pytorch_hooks.torch_private import compiling
 
 
 @pytest.fixture
@@ -154,6 +158,23 @@ def test_a_compilation_may_take_its_time(page: Page, reader: p.PageReader) -> No
     assert (reader.allowed_s(time.monotonic()) or 0.0) > 60.0
     page.compiled()
     assert (reader.phase, reader.allowed_s(0.0)) == ("data", None)
+
+
+def test_torch_says_when_it_compiles(page: Page) -> None:
+    """By a name of its own, which may move: then a compilation would pass for a hang."""
+    page.enter(p.DATA)
+    seen: list[int] = []
+
+    def backend(module: Any, _inputs: Any) -> Any:
+        seen.append(page.words[p.PHASE])
+        return module.forward
+
+    torch.compiler.reset()
+    for _ in range(2):
+        compiling.tell(*page.compile_hooks)
+    torch.compile(lambda x: (x * 2).sum(), backend=backend)(torch.ones(3))
+    assert seen == [p.COMPILE]
+    assert (page.words[p.PHASE], page.words[p.UNTIL]) == (p.DATA, 0)
 
 
 def test_garbage_is_read_within_bounds(fd: int, reader: p.PageReader) -> None:
