@@ -10,7 +10,22 @@ from pathlib import Path
 import pytest
 import torch
 
-from tests.local.localrun import FAULTY_DEADLINE_S, RANKS, Shape, check, fault, on, same_as_reference, toy
+from tests.local.localrun import (
+    FAULTY_DEADLINE_S,
+    RANKS,
+    TOY,
+    Shape,
+    check,
+    fault,
+    on,
+    read_toy,
+    reference,
+    same_as_reference,
+    toy,
+)
+from tests.local.test_compiled import nothing_is_compiled_again
+from tests.local.test_devices import who_hangs_is_named
+from tests.local.test_torchrun import execute
 
 pytestmark = [
     pytest.mark.timeout(120),
@@ -33,6 +48,26 @@ def test_a_stopped_process_and_one_that_raises(tmp_path: Path) -> None:
     faults = [fault("forward", "stop", 0, 5), fault("backward", "raise", 2, 12)]
     kinds = check(tmp_path, faults, shape=Shape(steps=FEW, device="cuda"))
     assert (kinds["hung"], kinds["raised"]) == (1, 1)
+
+
+def test_the_bits_are_those_of_stock_groups_under_torchrun(tmp_path: Path) -> None:
+    words = ["-m", "torch.distributed.run", "--standalone", "--nproc-per-node", RANKS]
+    execute([*words, TOY, FEW, tmp_path / "out"], tmp_path, on("cuda"))
+    found, clean = read_toy(tmp_path / "out"), reference(FEW, device="cuda")
+    assert (found.losses, found.finals) == (clean.losses, clean.finals)
+
+
+def test_who_finds_no_memory_raises_and_goes_on_in_its_process(tmp_path: Path) -> None:
+    kinds = check(tmp_path, [fault("backward", "oom", 1, 5)], shape=Shape(steps=FEW, device="cuda"))
+    assert kinds == {"raised": 1}
+
+
+def test_who_hangs_is_named(tmp_path: Path) -> None:
+    who_hangs_is_named(tmp_path, "cuda")
+
+
+def test_compiled_code_is_used_again(tmp_path: Path) -> None:
+    nothing_is_compiled_again(tmp_path, "cuda")
 
 
 def test_an_assert_in_a_kernel_ends_the_process_at_once(tmp_path: Path) -> None:

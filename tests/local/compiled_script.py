@@ -18,6 +18,13 @@ from torch._dynamo.utils import counters
 import ckptless
 
 OUT, STEPS, KILL_STEP = Path(sys.argv[1]), int(sys.argv[2]), int(sys.argv[3])
+DEVICE = os.environ.get("TOY_DEVICE", "cpu")
+if DEVICE != "cpu":
+    from tests.gpu import kind
+
+    # On a GPU that all ranks share NCCL takes them only where each seems to be a machine of its own.
+    os.environ.setdefault("NCCL_HOSTID", str(os.getpid()))
+    kind.install()
 
 
 class Body(nn.Module):
@@ -36,7 +43,7 @@ def build() -> ckptless.State:
     torch.manual_seed(1)
     body = Body()
     body.compile()
-    model = nn.parallel.DistributedDataParallel(body)
+    model = nn.parallel.DistributedDataParallel(body.to(DEVICE))
     return ckptless.State(model=model, optimizer=torch.optim.AdamW(model.parameters(), lr=1e-2))
 
 
@@ -53,7 +60,7 @@ def train(run: Any) -> None:
     log = (OUT / f"loss-{run.rank}.txt").open("a", buffering=1)
     first = True
     while run.step < STEPS:
-        x = torch.full((4, 16), float(run.step % 7) / 7)
+        x = torch.full((4, 16), float(run.step % 7) / 7, device=DEVICE)
         loss = (state.model(x) - x).pow(2).mean()
         loss.backward()
         state.optimizer.step()

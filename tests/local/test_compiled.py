@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 
-from .localrun import Job
+from .localrun import Job, on
 
 STEPS, KILL_STEP, NEVER = 12, 5, 99
 DEADLINE_S = 500.0
@@ -17,12 +17,13 @@ pytestmark = [pytest.mark.slow, pytest.mark.timeout(2 * DEADLINE_S)]
 
 
 def train(
-    home: Path, cache: Path, kill_step: int
+    home: Path, cache: Path, kill_step: int, device: str = "cpu"
 ) -> tuple[dict[int, list[dict[str, Any]]], dict[int, set[str]]]:
     """What each rank's processes told of their compiler, and the losses; `cache` has the compiled code."""
     words = [Path(__file__).with_name("compiled_script.py"), home / "out", STEPS, kill_step]
     options = ["--nodes", 2, "--tee", "none"]
-    with Job(home, options, words, {"TORCHINDUCTOR_CACHE_DIR": str(cache)}) as job:
+    env = {"TORCHINDUCTOR_CACHE_DIR": str(cache), **on(device)}
+    with Job(home, options, words, env) as job:
         job.ended(0, DEADLINE_S)
     told = {
         rank: [json.loads(line) for line in (home / f"out/compiled-{rank}.jsonl").read_text().splitlines()]
@@ -31,8 +32,8 @@ def train(
     return told, {rank: set((home / f"out/loss-{rank}.txt").read_text().splitlines()) for rank in (0, 1)}
 
 
-def test_nothing_is_compiled_again(tmp_path: Path) -> None:
-    told, losses = train(tmp_path / "struck", tmp_path / "cache", KILL_STEP)
+def nothing_is_compiled_again(home: Path, device: str = "cpu") -> None:
+    told, losses = train(home / "struck", home / "cache", KILL_STEP, device)
     survivor = told[0]
     assert {line["generation"] for line in survivor} == {1, 2}
     assert len({line["pid"] for line in survivor}) == 1
@@ -45,4 +46,8 @@ def test_nothing_is_compiled_again(tmp_path: Path) -> None:
     assert dead["miss"] + before["miss"] > 0, "the cache was not empty"
     assert reborn["hit"] > 0
     assert (reborn["miss"], reborn["bypass"]) == (0, 0)
-    assert losses == train(tmp_path / "clean", tmp_path / "cache", NEVER)[1]
+    assert losses == train(home / "clean", home / "cache", NEVER, device)[1]
+
+
+def test_nothing_is_compiled_again(tmp_path: Path) -> None:
+    nothing_is_compiled_again(tmp_path)

@@ -158,14 +158,23 @@ def test_twenty_faults(tmp_path: Path, parallel: str, seed: int) -> None:
     assert check(tmp_path, twenty(seed), spares=3, shape=shape)["node-lost"] == 3
 
 
-def test_who_hangs_is_named_by_what_the_others_have_given_their_devices(tmp_path: Path) -> None:
+def who_hangs_is_named(home: Path, device: str) -> None:
     """Nobody asks a device what it waits for: the one that hangs has given its own an all-reduce less."""
     options = ["--job", "hangs", "--nodes", RANKS, "--tee", "none"]
-    script = [HERE / "hangs_script.py", 130, tmp_path / "out", "50:1:stopped,90:2:lock"]
-    with Job(tmp_path, options, script, env=on("simdev")) as job:
+    script = [HERE / "hangs_script.py", 130, home / "out", "50:1:stopped,90:2:lock"]
+    with Job(home, options, script, env=on(device)) as job:
         job.ended(0, FAULTY_DEADLINE_S)
         ledger = job.ledger()
     hung = [one for one in ledger.faults if one.kind == "hung"]
     assert [one.rank for one in hung] == [1, 2], job.story()
     assert all(f"{RANKS - 1} other ranks wait" in one.detail for one in hung)
     assert "it sleeps in lock (hangs_script.py" in hung[1].detail
+
+
+def test_who_hangs_is_named_by_what_the_others_have_given_their_devices(tmp_path: Path) -> None:
+    who_hangs_is_named(tmp_path, "simdev")
+
+
+def test_who_finds_no_memory_raises_and_goes_on_in_its_process(tmp_path: Path) -> None:
+    kinds = check(tmp_path, [fault("backward", "oom", 1, 5)], shape=Shape(steps=FEW, device="simdev"))
+    assert kinds == {"raised": 1}

@@ -7,7 +7,7 @@ import os
 import signal
 import subprocess
 import sys
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -25,10 +25,10 @@ OWN = {
 }
 
 
-def execute(words: Sequence[object], home: Path) -> str:
-    """Run a command in a session of its own; its output."""
+def execute(words: Sequence[object], home: Path, more: Mapping[str, str] | None = None) -> str:
+    """Run a command in a session of its own; its output. `more` is added to its environment."""
     env = {k: v for k, v in os.environ.items() if not k.startswith(("TOY_", "CKPTLESS_"))}
-    env |= {"TORCH_DISABLE_SHARE_RDZV_TCP_STORE": "1", "OMP_NUM_THREADS": "1"}
+    env |= {"TORCH_DISABLE_SHARE_RDZV_TCP_STORE": "1", "OMP_NUM_THREADS": "1", **(more or {})}
     home.mkdir(parents=True, exist_ok=True)
     with (home / "output.txt").open("wb") as output:
         process = subprocess.Popen(

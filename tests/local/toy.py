@@ -5,9 +5,9 @@ A fault is {"rank", "step", "where", "kind"}; `where` is a place of WHERE in the
 node (agent, daemon and ranks of its node), or one that spoils versions of the rank's shard before it kills:
 rot-own, rot-replica, rot-newest (see rot.py; in DDP all have shard 0), or hold, which waits while there is
 a file OUT/hold, or eat, which takes memory without end, or flip, of one bit of the first parameter, or
-sticky: no call of the process's device works from there on. Every fault strikes once, over all processes and
-generations, unless it is "often". Without "step" it strikes at
-any; with "after" (the number of another fault) only in the recovery from that one or later.
+sticky: no call of the process's device works from there on, or oom: it asks its device for more than there
+is. Every fault strikes once, over all processes and generations, unless it is "often". Without "step" it
+strikes at any; with "after" (the number of another fault) only in the recovery from that one or later.
 """
 
 import hashlib
@@ -147,8 +147,13 @@ def hold() -> None:
         time.sleep(0.02)
 
 
+def too_much() -> None:
+    """Raise what torch does of a device that is full."""
+    torch.empty(1 << 50, dtype=torch.uint8, device=DEVICE)
+
+
 # After these the rank goes on.
-GO_ON = {"hold": hold, "flip": flip, "sticky": break_device}
+GO_ON = {"hold": hold, "flip": flip, "sticky": break_device, "oom": too_much}
 
 
 class Step(torch.optim.AdamW):
