@@ -110,6 +110,8 @@ class Devices:
         self.backend = backend
         self._connect = connect
         self._connected: torch.device | None = None
+        # Whether a batch was begun and is not ended.
+        self.in_batch = False
 
     def connect(self, device: torch.device) -> None:
         """Connect, with all ranks of the group, before the first collective. Raises UsageError.
@@ -130,10 +132,12 @@ class Devices:
         """Queue what follows as one, until `end_batch`."""
         backend: Any = self.backend
         backend._start_coalescing()
+        self.in_batch = True
 
     def end_batch(self) -> torch_private.Work | None:
         """Return the work of all that; None where there was nothing."""
         backend: Any = self.backend
+        self.in_batch = False
         ended: torch_private.Work | None = backend._end_coalescing()
         return ended
 

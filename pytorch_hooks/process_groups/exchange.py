@@ -91,6 +91,11 @@ class Exchange:
         before, self._inner, self._devices = self._inner, None, None
         return before
 
+    @property
+    def in_batch(self) -> bool:
+        """Whether a batch of collectives is open on the device."""
+        return self._devices is not None and self._devices.in_batch
+
     def _connect(self, device: torch.device) -> None:
         """Connect what serves a device, if it is not. Raises UsageError where nothing does."""
         if self._devices is not None:

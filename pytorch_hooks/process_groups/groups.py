@@ -206,6 +206,8 @@ class ProcessGroups:
             self._scope = Scope(generation, self._on_scope_broken, self.page)
             self.page.renew_groups()
             self._scope.aborts += self.aborts
+            if self._accelerators:
+                self._scope.aborts.append(functools.partial(graphs.release, generation))
             return self._scope
 
     def create(self, options: Any) -> Exchange:
@@ -379,6 +381,7 @@ class ProcessGroups:
         scope = self._enter(generation)
         self._leave(old)
         _wait_aborted(old, IDLE_DEADLINE_S)
+        self._refuse_open_batches()
         self._retire(old, self._members.values())
         self._forget_unmarked()
         self.sweep()
@@ -523,6 +526,16 @@ class ProcessGroups:
             scope.ended = True
             for opened in scope.opened:
                 opened.freeze()
+
+    def _refuse_open_batches(self) -> None:
+        """Raise DeviceLost where an error has left a batch of collectives open on the device.
+
+        NCCL keeps it in the thread (ncclGroupStart), holds back whatever that thread queues from then on, in
+        any group, and cannot close it once the communicators of what it has are gone.
+        """
+        for name, member in self._members.items():
+            if member.exchange.in_batch:
+                raise DeviceLost(f"a batch of collectives in group {name} was begun and never ended")
 
     def _retire(self, scope: Scope, members: Any) -> None:
         for member in members:

@@ -1,10 +1,13 @@
 """CUDA graphs: one that has captured collectives ends with their generation.
 
 Its nodes hold the communicators that it was captured with. Those of a generation that is over are aborted,
-and a replay would wait in the device for ever.
+and a replay would wait in the device for ever. NCCL's abort, in turn, does not return as long as there is a
+graph that holds its communicator (commDestroySync in NCCL's src/init.cc).
 """
 
 import functools
+import threading
+import weakref
 from collections.abc import Callable
 from typing import Any
 
@@ -13,12 +16,36 @@ import torch
 # Where a graph keeps the generation whose collectives it has captured.
 _CAPTURED = "_ckptless_generation"
 _capturing: list[Any] = []
+_holding: "weakref.WeakSet[Any]" = weakref.WeakSet()
+_released = -1
+# No graph is taken apart while it is launched.
+_lock = threading.Lock()
 
 
 def note(generation: int) -> None:
     """A collective of this generation is queued: if a graph is being captured, it has it now."""
     for graph in _capturing:
         setattr(graph, _CAPTURED, generation)
+        _holding.add(graph)
+
+
+def release(generation: int) -> None:
+    """Take apart the graphs with collectives of this generation and before: they hold up an abort.
+
+    To be called beside that, which frees whoever is stuck in a replay. Any thread.
+    """
+    global _released  # of the process, as its graphs are
+    with _lock:
+        _released = max(_released, generation)
+        for graph in [*_holding]:
+            _take_apart(graph)
+
+
+def _take_apart(graph: Any) -> None:
+    """Do so where its collectives are over. One that is still being captured comes here at its end."""
+    if getattr(graph, _CAPTURED) <= _released and graph not in _capturing:
+        graph.reset()
+        _holding.discard(graph)
 
 
 @functools.cache
@@ -37,14 +64,22 @@ def guard(check: Callable[[int], None], kind: Any = None) -> None:
 
     @functools.wraps(end)
     def capture_end(graph: Any) -> None:
-        _capturing.remove(graph)
-        end(graph)
+        try:
+            end(graph)
+        finally:
+            with _lock:
+                _capturing.remove(graph)
+                if graph in _holding:
+                    _take_apart(graph)
 
     @functools.wraps(replay)
     def checked(graph: Any) -> None:
         generation = getattr(graph, _CAPTURED, None)
-        if generation is not None:
+        if generation is None:
+            replay(graph)
+            return
+        with _lock:
             check(generation)
-        replay(graph)
+            replay(graph)
 
     kind.capture_begin, kind.capture_end, kind.replay = capture_begin, capture_end, checked

@@ -25,6 +25,7 @@ import torch.distributed as dist  # noqa: E402
 from ckptless.daemon.protocol import messages as m  # noqa: E402
 from ckptless.pytorch_hooks.commit.versions import Versions  # noqa: E402
 from ckptless.pytorch_hooks.devices.arrival import Arrival  # noqa: E402
+from ckptless.pytorch_hooks.errors import DeviceLost  # noqa: E402
 from ckptless.pytorch_hooks.process_groups import device_backends, exchange  # noqa: E402
 from ckptless.pytorch_hooks.process_groups.device_backends import Devices  # noqa: E402
 from ckptless.pytorch_hooks.process_groups.groups import ProcessGroups, _check_graph  # noqa: E402
@@ -368,25 +369,42 @@ def refused(rank: Rank) -> dict[str, Any]:
 
 
 def cut(rank: Rank) -> dict[str, Any]:
-    """A batch that the end of a generation cuts off leaves nothing behind in its group."""
+    """A batch that the end of a generation cuts off leaves nothing behind in its group, or ends the process.
+
+    NCCL knows in each thread whether a batch is open, and queues nothing as long as one is.
+    """
     rank.open()
     tensor = torch.ones(2, device=DEVICE)
 
-    def left() -> None:
-        with dist._coalescing_manager(device=torch.device(DEVICE, 0)):  # type: ignore[attr-defined]
-            dist.all_reduce(tensor)
+    def left(where: torch.device | None) -> None:
+        with dist._coalescing_manager(device=where):  # type: ignore[attr-defined]
+            if where is None:
+                dist.all_reduce(tensor)
+            else:
+                dist.isend(tensor, 1 - rank.rank)
             rank.groups.abort()
             tensor[0].item()
 
     rank.meet("ready")
-    raised = [outcome(left)]
+    raised = [outcome(lambda: left(None))]
     rank.meet("left")
     rank.groups.wait_idle(DEADLINE_S)
     rank.groups.configure(2, rank.store)
     raised.append(outcome(lambda: batch(DEVICE, 1 - rank.rank)))
     after = torch.ones(2, device=DEVICE)
     dist.all_reduce(after)
-    return {"raised": raised, "after": after[0].item()}
+    found = after[0].item()
+    with rank.groups.ours():
+        pass
+    rank.meet("again")
+    raised.append(outcome(lambda: left(torch.device(DEVICE, 0))))
+    rank.meet("left again")
+    rank.groups.wait_idle(DEADLINE_S)
+    try:
+        rank.groups.configure(3, rank.store)
+    except DeviceLost:
+        raised.append("DeviceLost")
+    return {"raised": raised, "after": found}
 
 
 def shared(rank: Rank) -> dict[str, Any]:
@@ -435,10 +453,23 @@ def renewed(rank: Rank) -> dict[str, Any]:
     }
 
 
+def held_up_by_graphs(real: Any) -> Any:
+    """Return an abort that does not return as long as a graph has its collectives, as NCCL's."""
+
+    def abort(devices: Devices) -> None:
+        real(devices)
+        limit = time.monotonic() + DEADLINE_S
+        while kind.Recorded.alive and time.monotonic() < limit:
+            time.sleep(0.01)
+
+    return abort
+
+
 def graph(rank: Rank) -> dict[str, Any]:
     """A graph with a collective is replayed in its generation, and in no other."""
     if DEVICE == "simdev":
         graphs.guard(_check_graph, kind.Recorded)
+        put(Devices, "abort", held_up_by_graphs(Devices.abort))
     rank.open()
     tensor, local = torch.ones(8, device=DEVICE), torch.ones(8, device=DEVICE)
     summed, doubled = kind.captured(lambda: dist.all_reduce(tensor)), kind.captured(lambda: local.mul_(2))
@@ -446,6 +477,8 @@ def graph(rank: Rank) -> dict[str, Any]:
     summed.replay()
     found = [tensor[0].item()]
     rank.meet("before 2")
+    if rank.rank == 0:
+        summed.replay()  # the other one does not come
     rank.groups.abort()
     over = outcome(summed.replay)
     rank.groups.wait_idle(DEADLINE_S)
@@ -534,6 +567,16 @@ def graphs_are_not_guarded() -> None:
     put(graphs, "note", lambda _generation: None)
 
 
+def graphs_are_not_released() -> None:
+    """They are kept, as the script keeps them."""
+    put(graphs, "release", lambda _generation: None)
+
+
+def open_batches_are_not_seen() -> None:
+    """Nobody asks whether a batch was ended."""
+    put(ProcessGroups, "_refuse_open_batches", lambda _groups: None)
+
+
 def devices_are_not_compared() -> None:
     """Nobody asks who else works on a device."""
     put(device_backends, "claim", lambda _store, _device, _rank: None)
@@ -545,6 +588,8 @@ PLANTS = {
     "freed-before-over": freed_before_it_is_over,
     "reads-not-guarded": reads_are_not_guarded,
     "graphs-not-guarded": graphs_are_not_guarded,
+    "graphs-not-released": graphs_are_not_released,
+    "open-batches-not-seen": open_batches_are_not_seen,
     "sealed-early": sealed_early,
     "commit-before-copy": commit_before_the_copy,
     "messages-one-by-one": messages_one_by_one,

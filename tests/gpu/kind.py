@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import contextlib
 from collections.abc import Callable, Iterator
-from typing import Any
+from typing import Any, ClassVar
 
 import torch
 
@@ -62,6 +62,9 @@ def busy(seconds: float = BUSY_S) -> None:
 class Recorded:
     """In the place of a CUDA graph, where there is no CUDA: it does again what it has captured."""
 
+    # Those that were replayed, and have not been taken apart.
+    alive: ClassVar[set[int]] = set()
+
     def __init__(self, work: Callable[[], object]) -> None:
         self._work = work
 
@@ -73,7 +76,12 @@ class Recorded:
 
     def replay(self) -> None:
         """Do it again."""
+        self.alive.add(id(self))
         self._work()
+
+    def reset(self) -> None:
+        """Take it apart."""
+        self.alive.discard(id(self))
 
 
 def captured(work: Callable[[], object]) -> Any:

@@ -121,6 +121,8 @@ def swapped(weight: torch.Tensor) -> None:
 def test_a_write_before_the_copy_is_found(make: Make, write: Callable[[torch.Tensor], None]) -> None:
     rank = overlapped(make)
     rank.copying.wait()
+    # A kernel's first launch in a process may wait for the device.
+    write(rank.model.large.weight.detach().clone())
     with contextlib.ExitStack() as gate:
         hold(rank, gate)
         rank.commit()

@@ -71,7 +71,7 @@ EXPECTED: dict[str, list[dict[str, Any]]] = {
         }
     ]
     * 2,
-    "cut": [{"raised": ["GenerationEnded", "ok"], "after": 2.0}] * 2,
+    "cut": [{"raised": ["GenerationEnded", "ok", "GenerationEnded", "DeviceLost"], "after": 2.0}] * 2,
     "shared": [
         {"said": ["GenerationEnded: generation 1 is over", "UsageError: ranks 0 and 1 work on"]},
     ]
@@ -133,6 +133,8 @@ def test_what_ranks_do_on_a_device(scenario: str) -> None:
         ("commit-before-copy", "copied"),
         ("messages-one-by-one", "ring"),
         ("graphs-not-guarded", "graph"),
+        ("graphs-not-released", "graph"),
+        ("open-batches-not-seen", "cut"),
         ("batches-stay", "cut"),
         ("devices-not-compared", "shared"),
         pytest.param("works-not-found", "answers", marks=STOCK),

@@ -52,14 +52,15 @@ class Group(Exchange, torch_private.GroupBase):
 
     def _start_coalescing(self, device: torch.device) -> None:
         """Queue what follows, until `_end_coalescing`, on a device as one."""
-        inner, _ = self._ready()
+        self._ready()
         if not self._fake:
             self._connect(device)
-            inner._start_coalescing(device)
+            if self._devices is not None:
+                self._devices.begin_batch()
 
     def _end_coalescing(self, device: torch.device) -> Any:
-        inner, _ = self._ready()
-        return FinishedWork([]) if self._fake else inner._end_coalescing(device)
+        self._ready()
+        return FinishedWork([]) if self._devices is None else self._devices.end_batch()
 
     # -- what torch asks of a group
 
