@@ -207,7 +207,7 @@ def _forward(name: str) -> Callable[..., Any]:
             return FinishedWork(written)
         if device is not None:
             self._connect(device)
-            graphs.note(scope.generation)
+            graphs.note(scope)
         if device is not None:
             # Of what a device is at nobody asks: the numbers tell who has not come.
             self._begins(scope, number, given, QUEUED)

@@ -27,7 +27,7 @@ from ckptless.pytorch_hooks.process_groups.exchange import NAME, Exchange
 from ckptless.pytorch_hooks.process_groups.older.group import Group
 from ckptless.pytorch_hooks.process_groups.sockets import Opened
 from ckptless.pytorch_hooks.process_groups.stock import Within
-from ckptless.pytorch_hooks.process_groups.work import Scope
+from ckptless.pytorch_hooks.process_groups.work import Scope, elsewhere
 from ckptless.pytorch_hooks.torch_private import calls as torch_private
 from ckptless.pytorch_hooks.torch_private import fsdp as torch_fsdp
 from ckptless.pytorch_hooks.torch_private import graphs, reads
@@ -50,22 +50,24 @@ class _Left:
     since: float
     scope: Scope
     backend: Any
+    on_device: bool
 
 
 class DeferredTeardown:
     """Keeps the backends of ended generations until taking them down cannot freeze the process.
 
-    Gloo's destructor joins its workers while it holds the GIL: a stuck one would stop everything.
+    Gloo's destructor joins its workers while it holds the GIL: a stuck one would stop everything. NCCL's
+    joins a watchdog, which may be asleep for a minute, without the GIL: it is called in a thread of its own.
     """
 
     def __init__(self) -> None:
         self._lock = threading.Lock()
         self._left: list[_Left] = []
 
-    def add(self, scope: Scope, backend: Any) -> None:
+    def add(self, scope: Scope, backend: Any, *, on_device: bool) -> None:
         """Keep this backend, or the group that it is in, for now."""
         with self._lock:
-            self._left.append(_Left(time.monotonic(), scope, backend))
+            self._left.append(_Left(time.monotonic(), scope, backend, on_device))
 
     def sweep(self) -> int:
         """Take down those with no operation left in them; how many stay."""
@@ -74,6 +76,9 @@ class DeferredTeardown:
             done = [one for one in self._left if now - one.since >= _GRACE_S and not one.scope.busy]
             self._left = [one for one in self._left if one not in done]
             stay = len(self._left)
+        slow, done = [one for one in done if one.on_device], [one for one in done if not one.on_device]
+        if slow:
+            elsewhere(slow.clear)
         del done  # the destructors run here, outside the lock: milliseconds each
         return stay
 
@@ -207,7 +212,7 @@ class ProcessGroups:
             self.page.renew_groups()
             self._scope.aborts += self.aborts
             if self._accelerators:
-                self._scope.aborts.append(functools.partial(graphs.release, generation))
+                self._scope.aborts.append(graphs.release)
             return self._scope
 
     def create(self, options: Any) -> Exchange:
@@ -300,7 +305,7 @@ class ProcessGroups:
                     backends[self._accelerators[0]] = devices.backend
                 inner = self._exchange.wrap(backends, member.rank, member.size)
                 if scope.ended:
-                    self._teardown.add(scope, inner)
+                    self._teardown.add(scope, inner, on_device=self.on_device)
                 else:
                     member.exchange.attach(inner, scope, devices, fake=False)
                     member.exchange.count(self.page.add_group(member.name, member.size), member.ranks)
@@ -541,7 +546,7 @@ class ProcessGroups:
         for member in members:
             inner = member.exchange.detach()
             if inner is not None:
-                self._teardown.add(scope, inner)
+                self._teardown.add(scope, inner, on_device=self.on_device)
 
     def sweep(self) -> int:
         """Take down old backends that nothing is stuck in (a few ms each); how many stay."""

@@ -9,41 +9,48 @@ import functools
 import threading
 import weakref
 from collections.abc import Callable
-from typing import Any
+from typing import Any, Protocol
 
 import torch
+
+
+class Lasting(Protocol):
+    """A generation, and whether it is over."""
+
+    generation: int
+    ended: bool
+
 
 # Where a graph keeps the generation whose collectives it has captured.
 _CAPTURED = "_ckptless_generation"
 _capturing: list[Any] = []
 _holding: "weakref.WeakSet[Any]" = weakref.WeakSet()
-_released = -1
 # No graph is taken apart while it is launched.
 _lock = threading.Lock()
 
 
-def note(generation: int) -> None:
+def note(generation: Lasting) -> None:
     """A collective of this generation is queued: if a graph is being captured, it has it now."""
-    for graph in _capturing:
-        setattr(graph, _CAPTURED, generation)
-        _holding.add(graph)
+    if _capturing:
+        with _lock:
+            for graph in _capturing:
+                setattr(graph, _CAPTURED, generation)
+                _holding.add(graph)
 
 
-def release(generation: int) -> None:
-    """Take apart the graphs with collectives of this generation and before: they hold up an abort.
+def release() -> None:
+    """Take apart the graphs with collectives of generations that are over: they hold up an abort.
 
     To be called beside that, which frees whoever is stuck in a replay. Any thread.
     """
-    global _released  # of the process, as its graphs are
     with _lock:
-        _released = max(_released, generation)
         for graph in [*_holding]:
             _take_apart(graph)
 
 
 def _take_apart(graph: Any) -> None:
     """Do so where its collectives are over. One that is still being captured comes here at its end."""
-    if getattr(graph, _CAPTURED) <= _released and graph not in _capturing:
+    if getattr(graph, _CAPTURED).ended and graph not in _capturing:
         graph.reset()
         _holding.discard(graph)
 
@@ -79,7 +86,7 @@ def guard(check: Callable[[int], None], kind: Any = None) -> None:
             replay(graph)
             return
         with _lock:
-            check(generation)
+            check(generation.generation)
             replay(graph)
 
     kind.capture_begin, kind.capture_end, kind.replay = capture_begin, capture_end, checked

@@ -62,6 +62,13 @@ SETTINGS = (
         fixed=False,
     ),
     Setting(
+        "TORCH_NCCL_WAIT_TIMEOUT_DUMP_MILSEC",
+        "1",
+        "the watchdog of a survivor would sleep four times as long, a minute by default, once a peer is gone",
+        "torch/csrc/distributed/c10d/ProcessGroupNCCL.cpp, Watchdog::runLoop",
+        fixed=False,
+    ),
+    Setting(
         "NCCL_NVLS_ENABLE",
         "0",
         "memory shared through NVLink switches is not let go of where a peer has died",

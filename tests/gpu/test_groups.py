@@ -76,7 +76,7 @@ EXPECTED: dict[str, list[dict[str, Any]]] = {
         {"said": ["GenerationEnded: generation 1 is over", "UsageError: ranks 0 and 1 work on"]},
     ]
     * 2,
-    "renewed": [{"found": [[4.0, 2.0, ["rank 0", "rank 1"]]] * 2, "backend": "ckptless", "fds": True}] * 2,
+    "renewed": [{"found": [[4.0, 2.0, ["rank 0", "rank 1"]]] * 3, "backend": "ckptless", "fds": True}] * 2,
 }
 
 
