@@ -77,6 +77,15 @@ def present() -> Kind | None:
     return Kind(device, name, _MAKERS.get(name))
 
 
+# Of ncclResult_t (nccl.h), as torch words it: what NCCL says where a peer, or the way to it, is gone.
+_WITHOUT_PEER = ("ncclRemoteError", "ncclSystemError", "ncclInternalError")
+
+
+def lacks_peer(error: RuntimeError) -> bool:
+    """Whether NCCL refuses a collective since a peer is gone: it may see that before anybody says so."""
+    return isinstance(error, dist.DistBackendError) and any(word in str(error) for word in _WITHOUT_PEER)
+
+
 def claim(store: torch_private.Store, device: torch.device, rank: int) -> None:
     """Tell all ranks of a generation that this one works on a device. Raises UsageError if another does, too.
 

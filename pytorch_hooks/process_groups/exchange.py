@@ -106,6 +106,15 @@ class Exchange:
             kind.refuse()
         raise UsageError(f"this process group serves no tensors on {device}")
 
+    def _end_batch(self) -> torch_private.Work | None:
+        """Have the device begin what was queued for it as one; None where there was nothing."""
+        _, scope = self._ready()
+        try:
+            return None if self._devices is None else self._devices.end_batch()
+        except RuntimeError as error:
+            _refused(scope, error)
+            raise
+
     def _hand_out(self, work: Any, device: torch.device | None) -> Any:
         """Return what torch is given for a work of a collective on `device` (None: on the CPU, ours)."""
         return work
@@ -163,6 +172,15 @@ class Exchange:
         """Nothing: `ProcessGroups` takes backends down, when it is safe to."""
 
 
+def _refused(scope: Scope, error: BaseException, *, by_peer: bool = False) -> None:
+    """A backend has not begun what it was asked for. Raises where that is no error of the script's."""
+    if isinstance(error, RuntimeError):
+        scope.check()  # the verdict may have come in the middle
+        if by_peer or device_backends.lacks_peer(error):
+            scope.breaks(str(error))
+            scope.check()
+
+
 _POINT_TO_POINT = frozenset(POINT_TO_POINT)
 
 # Those that a torch does not have (the *_single names are new in 2.13) are left out below.
@@ -218,13 +236,8 @@ def _forward(name: str) -> Callable[..., Any]:
             work = getattr(inner, name)(*args, **kwargs)
         except BaseException as error:
             scope.over(at)
-            if not isinstance(error, RuntimeError):
-                raise
-            scope.check()  # the verdict may have come in the middle
-            if name in _POINT_TO_POINT and device is None:
-                # These talk to the socket at once; the others only check their arguments here.
-                scope.breaks(str(error))
-                scope.check()
+            # On the CPU messages talk to the socket at once; the others only check their arguments here.
+            _refused(scope, error, by_peer=name in _POINT_TO_POINT and device is None)
             raise
         return self._hand_out(work if device is not None else AbortableWork(scope, work, written, at), device)
 

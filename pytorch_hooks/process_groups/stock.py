@@ -75,8 +75,8 @@ class Within(Exchange, torch_private.Backend):
         """Give the work of all that was begun since."""
         self._ready()
         works, self._batch = self._batch or [], None
-        if self._batch_on_device and self._devices is not None:
-            work = self._devices.end_batch()
+        if self._batch_on_device:
+            work = self._end_batch()
             works += [] if work is None else [_OnDevice(work)]
         return works[0] if len(works) == 1 else _Batch(works)
 

@@ -60,7 +60,7 @@ class Group(Exchange, torch_private.GroupBase):
 
     def _end_coalescing(self, device: torch.device) -> Any:
         self._ready()
-        return FinishedWork([]) if self._devices is None else self._devices.end_batch()
+        return FinishedWork([]) if self._fake else self._end_batch()
 
     # -- what torch asks of a group
 
