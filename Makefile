@@ -42,11 +42,14 @@ test-torch-matrix: $(STAMP)
 test-newest-torch: VERSIONS := 2.15.0
 test-newest-torch: test-torch-matrix
 
-# What needs a CUDA device; without one all of it is skipped.
+# What needs a CUDA device; without one it runs on the simulated device, or is skipped.
 test-gpu: $(STAMP)
-	$(BIN)/python -m pytest -q tests/gpu $(ARGS)
-	mkdir -p build
+ifdef ARGS
+	$(BIN)/python -m pytest -q $(ARGS)
+else
+	$(BIN)/python tests/side_by_side.py --gpu
 	$(BIN)/python -m tests.gpu.report --json build/gpu-report.json
+endif
 
 # Whatever bytes come from somebody else, for so many seconds; SEED for others than the last time.
 SECONDS ?= 3600

@@ -1,13 +1,15 @@
-"""All of `make test`, in two lanes side by side: `python tests/side_by_side.py [OPTION...]`.
+"""All of `make test`, in two lanes side by side: `python tests/side_by_side.py [--gpu] [OPTION...]`.
 
 A lane is runs of pytest one after the other: what computes (unit and property tests, the simulator), then
-tests of parts and of the simulated device, beside jobs and clusters, which wait most of the time. What a run
-prints goes to build/test-NAME.txt; here one line a minute says how far they are, and at the end comes the
+tests of parts and of the simulated device, beside jobs and clusters, which wait most of the time. With --gpu
+it is what there is for a GPU, in five lanes, for a machine with 16 cores. What a run prints goes to
+build/test-NAME.txt; here one line a minute says how far they are, and at the end (or at Ctrl-C) comes the
 summary of each, with its slowest tests, and all of one that failed. The options are pytest's.
 """
 
 from __future__ import annotations
 
+import contextlib
 import re
 import signal
 import subprocess
@@ -18,15 +20,27 @@ from pathlib import Path
 
 ROOT = Path(__file__).resolve().parents[1]
 BUILD = ROOT / "build"
-RUNS = {
-    "core": ("unit", "property", "sim", "fuzz", "mutants"),
-    "parts": ("integration", "torch", "nccl"),
-    # By itself: torch's autograd counts a process's devices once, before its first backward.
-    "devices": ("simdev", "gpu"),
-    "jobs": ("local",),
-    "slurm": ("slurm",),
-}
-LANES = (("core", "parts", "devices"), ("jobs", "slurm"))
+Lanes = tuple[dict[str, tuple[str, ...]], ...]
+LANES: Lanes = (
+    {
+        "core": ("tests/unit", "tests/property", "tests/sim", "tests/fuzz", "tests/mutants"),
+        "parts": ("tests/integration", "tests/torch", "tests/nccl"),
+        # By itself: torch's autograd counts a process's devices once, before its first backward.
+        "devices": ("tests/simdev", "tests/gpu"),
+    },
+    {"jobs": ("tests/local",), "slurm": ("tests/slurm",)},
+)
+JOBS = "tests/gpu/test_jobs.py"
+GPU_LANES: Lanes = (
+    {
+        "gpu-parts": ("tests/gpu", f"--ignore={JOBS}", "--ignore=tests/gpu/test_groups.py"),
+        "gpu-groups": ("tests/gpu/test_groups.py",),
+    },
+    {"gpu-ddp": (JOBS, "-k", "ddp")},
+    {"gpu-fsdp": (JOBS, "-k", "fsdp")},
+    {"gpu-hsdp": (JOBS, "-k", "hsdp")},
+    {"gpu-others": (JOBS, "-k", "not ddp and not fsdp and not hsdp")},
+)
 SLOWEST = 15
 EVERY_S = 60.0
 POLL_S = 0.5
@@ -41,11 +55,10 @@ class Run:
     process: subprocess.Popen[bytes]
 
     @classmethod
-    def start(cls, name: str, options: list[str]) -> Run:
+    def start(cls, name: str, words: list[str]) -> Run:
         """Begin it; it ends by itself."""
         output = BUILD / f"test-{name}.txt"
-        folders = [f"tests/{folder}" for folder in RUNS[name]]
-        command = [sys.executable, "-m", "pytest", "-q", f"--durations={SLOWEST}", *options, *folders]
+        command = [sys.executable, "-m", "pytest", "-q", f"--durations={SLOWEST}", *words]
         with output.open("wb") as out:
             # In sessions of their own: Ctrl-C comes from here, once.
             process = subprocess.Popen(
@@ -84,20 +97,22 @@ class Run:
 def missing() -> set[str]:
     """Return the folders that have tests and are in no run."""
     there = {path.relative_to(ROOT / "tests").parts[0] for path in (ROOT / "tests").rglob("test_*.py")}
-    return there - {folder for folders in RUNS.values() for folder in folders}
+    return there - {
+        word.removeprefix("tests/") for lane in LANES for words in lane.values() for word in words
+    }
 
 
-def run_lanes(options: list[str]) -> list[Run]:
-    """Return all runs, ended; at most one of each lane is under way at a time."""
+def run_lanes(lanes: Lanes, options: list[str], runs: list[Run]) -> None:
+    """Have all runs in `runs`, ended; at most one of each lane is under way at a time."""
     began = said = time.monotonic()
-    waiting = [list(lane) for lane in LANES]
-    runs: list[Run] = []
+    waiting = [list(lane.items()) for lane in lanes]
     last: dict[int, Run] = {}
     try:
         while any(waiting) or any(run.process.poll() is None for run in runs):
-            for lane, names in enumerate(waiting):
-                if names and (lane not in last or last[lane].process.poll() is not None):
-                    last[lane] = Run.start(names.pop(0), options)
+            for lane, left in enumerate(waiting):
+                if left and (lane not in last or last[lane].process.poll() is not None):
+                    name, words = left.pop(0)
+                    last[lane] = Run.start(name, [*options, *words])
                     runs.append(last[lane])
             time.sleep(POLL_S)
             if time.monotonic() - said >= EVERY_S:
@@ -110,7 +125,6 @@ def run_lanes(options: list[str]) -> list[Run]:
         for run in runs:
             # no deadline: pytest ends at SIGINT, and what its tests have started before it
             run.process.wait()
-    return runs
 
 
 def main() -> int:
@@ -119,7 +133,11 @@ def main() -> int:
         print(f"in no run of {Path(__file__).name}: tests/{', tests/'.join(sorted(missing()))}")
         return 1
     BUILD.mkdir(exist_ok=True)
-    runs = run_lanes(sys.argv[1:])
+    options = sys.argv[1:]
+    on_gpu = "--gpu" in options
+    runs: list[Run] = []
+    with contextlib.suppress(KeyboardInterrupt):
+        run_lanes(GPU_LANES if on_gpu else LANES, [one for one in options if one != "--gpu"], runs)
     for run in runs:
         print(f"\n{run.name}: {run.summary}")
     return int(any(run.process.returncode for run in runs))

@@ -1,7 +1,7 @@
 """What ckptless costs on a device: `python -m tests.gpu.report [--gb 1 4 8] [--ranks 4 8] [--json FILE]`.
 
-Prints tables for docs/design/measurements.md. The device is a GPU where there is one, else the simulated one,
-of which the figures say nothing.
+Prints tables for docs/design/measurements.md; what there is so far stands in the file, too. The device is a
+GPU where there is one, else the simulated one, of which the figures say nothing.
 """
 
 from __future__ import annotations
@@ -18,13 +18,15 @@ from tests.gpu.measure_commits import measure
 from tests.gpu.measure_jobs import joining, recoveries
 
 ON_GPU = kind.name() == "cuda"
+WAYS = ("in order", "beside", "of what is frozen")
+COMMITS = ["shard", "bare copy", "step", *(f"commits {way}" for way in WAYS)]
 
 
 def table(head: Sequence[str], rows: Sequence[Sequence[str]]) -> None:
     """Print one, in Markdown."""
     for cells in (head, ["---"] * len(head), *rows):
         print(f"| {' | '.join(cells)} |")
-    print()
+    print(flush=True)
 
 
 def of_commits(one: Mapping[str, float]) -> list[str]:
@@ -37,6 +39,11 @@ def of_commits(one: Mapping[str, float]) -> list[str]:
     ]
 
 
+def of_joining(one: Mapping[str, float]) -> list[str]:
+    """Return a row: how long so many ranks take to come together."""
+    return [f"{one['ranks']}", f"{one['rootless_s']:.3f} s", f"{one['torchrun_s']:.3f} s"]
+
+
 def main(words: list[str] | None = None) -> int:
     """Measure, print, write."""
     parser = argparse.ArgumentParser(description=__doc__)
@@ -47,24 +54,30 @@ def main(words: list[str] | None = None) -> int:
     parser.add_argument("--kills", type=int, default=12 if ON_GPU else 2)
     parser.add_argument("--json", type=Path)
     options = parser.parse_args(words)
-    sizes = [measure(int(gb * 1e9), options.step_s) for gb in options.gb]
-    joined = [joining(ranks, options.rounds) for ranks in options.ranks]
-    recovered = recoveries(options.kills) if options.kills else {}
-    ways = ("in order", "beside", "of what is frozen")
-    head = ["shard", "bare copy", "step", *(f"commits {way}" for way in ways)]
-    table(head, [of_commits(one) for one in sizes])
-    rows = [[f"{one['ranks']}", f"{one['rootless_s']:.3f} s", f"{one['torchrun_s']:.3f} s"] for one in joined]
-    table(["ranks", "rootless", "torchrun"], rows)
-    table(list(recovered), [[f"{value:.3f}" for value in recovered.values()]])
-    told = {
+    told: dict[str, object] = {
         "device": torch.cuda.get_device_name() if ON_GPU else kind.name(),
         "torch": torch.__version__,
-        "sizes": sizes,
-        "joining": joined,
-        "recoveries": recovered,
     }
-    if options.json is not None:
-        options.json.write_text(json.dumps(told, indent=2) + "\n")
+
+    def note(name: str, found: object) -> None:
+        told[name] = found
+        if options.json is not None:
+            options.json.write_text(json.dumps(told, indent=2) + "\n")
+
+    if options.kills:
+        recovered = recoveries(options.kills)
+        note("recoveries", recovered)
+        table(list(recovered), [[f"{value:.3f}" for value in recovered.values()]])
+    joined: list[dict[str, float]] = []
+    for ranks in options.ranks:
+        joined.append(joining(ranks, options.rounds))
+        note("joining", joined)
+        table(["ranks", "rootless", "torchrun"], [of_joining(one) for one in joined[-1:]])
+    sizes: list[dict[str, float]] = []
+    for gb in options.gb:
+        sizes.append(measure(int(gb * 1e9), options.step_s))
+        note("sizes", sizes)
+        table(COMMITS, [of_commits(one) for one in sizes[-1:]])
     return 0
 
 

@@ -24,6 +24,7 @@ SIZE = 2
 DEADLINE_S = 100.0
 # Of a scenario that is expected to hang.
 PLANTED_S = 25.0
+SIMULATED = pytest.mark.skipif(kind.name() != "simdev", reason="what NCCL aborts writes nothing by chance")
 STOCK = pytest.mark.skipif(not torch_private.takes_backends(), reason="torch hands out works as they are")
 EXPECTED: dict[str, list[dict[str, Any]]] = {
     "ordered": [{"done at once": True, "blocked": False, "waited": 0, "then": 4.0, "after": 6.0}] * 2,
@@ -125,7 +126,7 @@ def test_what_ranks_do_on_a_device(scenario: str) -> None:
     ("plant", "scenario"),
     [
         ("wait-does-not-order", "ordered"),
-        ("streams-not-waited-for", "idle"),
+        pytest.param("streams-not-waited-for", "idle", marks=SIMULATED),
         ("freed-before-over", "left"),
         ("reads-not-guarded", "left"),
         ("sealed-early", "sealed"),

@@ -28,7 +28,7 @@ from tests.local.test_devices import who_hangs_is_named
 from tests.local.test_torchrun import execute
 
 pytestmark = [
-    pytest.mark.timeout(120),
+    pytest.mark.timeout(300),
     pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device"),
 ]
 

@@ -30,6 +30,8 @@ STEPS = 170
 
 # In the environment of everything that a run starts, whatever becomes of its parents.
 MARK = "CKPTLESS_TEST_RUN"
+# A file that every job's faults and recoveries are written to at its end: of a machine that one has once.
+STORIES = os.environ.get("CKPTLESS_TEST_STORIES")
 LAUNCHER = ("-m", "ckptless.daemon.launch.main")
 LEAVE_DEADLINE_S = 15.0
 POLL_S = 0.03
@@ -90,6 +92,9 @@ class Job:
     def __exit__(
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
+        if STORIES:
+            with Path(STORIES).open("a") as stories:
+                stories.write(self.facts())
         limit = time.monotonic() + LEAVE_DEADLINE_S
         while (pids := self.processes()) and time.monotonic() < limit:
             for pid in pids:
@@ -130,6 +135,17 @@ class Job:
             if (text := path.read_text(errors="replace"))
         ]
         return "\n".join([self.stderr, *events[-60:], *logs])
+
+    def facts(self) -> str:
+        """Faults, recoveries with their phases (seconds), and events."""
+        found = self.ledger()
+        lines = [f"==== {os.environ.get('PYTEST_CURRENT_TEST')}"]
+        lines += [
+            f"{e.at_s:.3f} node-{e.node} g{e.generation} {e.kind}: {e.text[:300]}" for e in found.events
+        ]
+        lines += [f"fault {one.kind} rank {one.rank}: {one.detail[:300]}" for one in found.faults]
+        lines += [f"recovery {one.outcome} {one.rung} {json.dumps(one.phases)}" for one in found.recoveries]
+        return "\n".join([*lines, ""])
 
     # -------------------------------------------------------------------------- what is left of it
 
