@@ -27,10 +27,10 @@ from ckptless.pytorch_hooks.process_groups.exchange import NAME, Exchange
 from ckptless.pytorch_hooks.process_groups.older.group import Group
 from ckptless.pytorch_hooks.process_groups.sockets import Opened
 from ckptless.pytorch_hooks.process_groups.stock import Within
-from ckptless.pytorch_hooks.process_groups.work import Scope, elsewhere
+from ckptless.pytorch_hooks.process_groups.work import Early, Scope, elsewhere
+from ckptless.pytorch_hooks.torch_private import asked, graphs, reads
 from ckptless.pytorch_hooks.torch_private import calls as torch_private
 from ckptless.pytorch_hooks.torch_private import fsdp as torch_fsdp
-from ckptless.pytorch_hooks.torch_private import graphs, reads
 
 T = TypeVar("T")
 
@@ -158,6 +158,7 @@ class ProcessGroups:
         self._ended = -1  # the newest generation that is known to be over
         self._members: dict[str, _Member] = {}
         self._marked: tuple[frozenset[str], int] | None = None
+        self._standing: asked.Standing | None = None
         self._teardown = DeferredTeardown()
 
     # -- opening
@@ -188,6 +189,11 @@ class ProcessGroups:
         if store is not None:
             self._connect_store(scope, store)
         ProcessGroups._current = self
+        kind = (
+            [] if self._kind is None or self._kind.make is None else [(self._kind.device, self._kind.backend)]
+        )
+        self._standing = asked.Standing(rank, world_size, NAME, {"cpu": "gloo", **dict(kind)})
+        asked.answer(_standing)
         if self._accelerators:
             reads.guard(_check_read)
             graphs.guard(_check_graph)
@@ -220,6 +226,8 @@ class ProcessGroups:
         scope = self._scope
         if scope is None:
             raise RuntimeError("the process groups are not open")
+        if scope.early is not None:
+            scope.early.leaves_out("new_group")
         default = torch_private.is_default_timeout(options.timeout)
         member = _Member(
             name=str(options.group_id),
@@ -395,6 +403,20 @@ class ProcessGroups:
         self._fake = False
         self._connect(scope, list(self._members.values()), link)
         old.settle(_SETTLE_S)
+
+    def begin_early(self, *, anew: bool) -> None:
+        """The script is about to be called: until `end_early` it has not called run.keep.
+
+        `anew`: everybody starts, and groups connect; else survivors and new processes come together later.
+        """
+        if self._scope is not None:
+            self._scope.early = Early(anew=anew)
+
+    def end_early(self) -> None:
+        """It has. Raises UsageError where it did before what it cannot do again after a fault."""
+        if self._scope is not None and self._scope.early is not None:
+            early, self._scope.early = self._scope.early, None
+            early.refuse()
 
     def mark(self) -> None:
         """The groups made so far are those of every rank: later ones are dropped by the next `configure`.
@@ -582,6 +604,10 @@ class ProcessGroups:
 def _wait_aborted(scope: Scope, deadline_s: float) -> None:
     if not scope.wait_aborted(deadline_s):
         raise DeviceLost(f"the collectives of generation {scope.generation} do not end in {deadline_s:g} s")
+
+
+def _standing() -> asked.Standing | None:
+    return None if ProcessGroups._current is None else ProcessGroups._current._standing
 
 
 def _check_read() -> None:

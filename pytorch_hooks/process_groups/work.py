@@ -13,6 +13,7 @@ from typing import Generic, Protocol, TypeVar, cast
 
 import torch
 
+from ckptless.daemon.protocol.errors import UsageError
 from ckptless.pytorch_hooks.agent_session.page import NOWHERE, Page
 from ckptless.pytorch_hooks.errors import CollectiveFailed, GenerationEnded
 from ckptless.pytorch_hooks.process_groups.sockets import Opened
@@ -33,6 +34,34 @@ class Pending(Protocol):
         """Let the waiter go: the scope is over and says why."""
 
 
+class Early:
+    """What a script may do before `run.keep`: all, where everybody starts anew; else nothing but meet.
+
+    Survivors' groups are over then, and a new process's do nothing yet: a sum would be no sum, silently.
+    """
+
+    def __init__(self, *, anew: bool) -> None:
+        self.anew = anew
+        self.asked: list[str] = []
+
+    def leaves_out(self, what: str) -> bool:
+        """Whether this is not to be done, and nobody misses it: a barrier. Raises UsageError for others."""
+        if "barrier" in what:
+            return not self.anew
+        self.asked.append(what)
+        if not self.anew:
+            self.refuse()
+        return False
+
+    def refuse(self) -> None:
+        """Raise UsageError where anything was asked for that a new process cannot have after a fault."""
+        if self.asked:
+            raise UsageError(
+                f"{self.asked[0]} before run.keep: after a fault a new process has nobody to talk to there. "
+                "Do it in the function that run.keep is given, or behind run.keep"
+            )
+
+
 class Scope:
     """One generation as its groups and works see it: alive, broken by itself, or ended by a verdict."""
 
@@ -46,6 +75,8 @@ class Scope:
         self.broken: str | None = None
         # Collectives begun here.
         self.calls = 0
+        # Until the script calls run.keep, what it has asked for: a new process has nobody to talk to there.
+        self.early: Early | None = None
         self.opened: list[Opened] = []
         # What is called, each in a thread, when the scope ends; and how many of these have not returned.
         self.aborts: list[Callable[[], object]] = []

@@ -49,8 +49,8 @@ def run(  # noqa: PLR0913  # what a user may say, by keywords
     """Call `train(run)`; under an agent, call it again in every living process after each fault.
 
     Returns when `train` has returned on every rank. Process groups are made before the first call and renewed
-    after a fault: the script makes no init_process_group of its own. Without an agent around it (plain
-    Python, torchrun) `train` is called once, and nothing is protected.
+    after a fault: an init_process_group of the script's own is taken for the groups that are there. Without
+    an agent around it (plain Python, torchrun) `train` is called once, and nothing is protected.
 
     `commit_every`: of so many calls of `run.commit` one makes the step restorable, and a fault takes all
     ranks back to the newest such step. With "auto" as often as commits take no more than `commit_budget` of

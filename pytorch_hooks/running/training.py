@@ -304,6 +304,7 @@ class Run:
             self._open(self._store())
         elif self._built is None:
             self._open(None)
+        self._groups.begin_early(anew=part.restore_step is None)
 
     def _forget(self) -> None:
         """Let go of what was built for another number of ranks: there is no room for two states."""
@@ -372,11 +373,12 @@ class Run:
         lives through a fault it is not called again: the same objects come back, their process groups
         renewed. In a new process it is called, and the state is then restored into what it built; so it is
         in every process where `world_size` is another than before: what it gives then are new objects, and
-        those from before are let go of first. Call it once, before any collective. Raises UsageError,
-        GenerationEnded.
+        those from before are let go of first. Call it once, before any collective but a barrier. Raises
+        UsageError, also where one came before; GenerationEnded.
         """
         if self._has_state:
             raise UsageError("run.keep was called twice: put everything into one State")
+        self._groups.end_early()
         with self._groups.ours():
             return self._keep(build)
 

@@ -74,6 +74,11 @@ GROUPS = (
     Name(
         f"{_C10D}:ProcessGroupGloo.create_default_device", "the same where no address is given", "lazy_init"
     ),
+    Name(
+        "torch.distributed.distributed_c10d:_new_group_with_tag",
+        "groups over named backends are ours",
+        "backend",
+    ),
     Name(f"{_WORLD}.group_count", "a newcomer must name its next group as the others do"),
     Name(f"{_WORLD}.pg_names", "whether a group has been destroyed"),
     Name(f"{_WORLD}.pg_coalesce_state", "a batch that was cut off would swallow what follows"),

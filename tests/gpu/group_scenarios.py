@@ -43,6 +43,7 @@ DEADLINE_S = 60.0
 # A communicator has dozens.
 FEW_FDS = 8
 DEVICE = kind.name()
+BACKEND = {"cuda": "nccl", "simdev": "simccl"}[DEVICE]
 
 
 def put(owner: Any, name: str, value: Any) -> None:
@@ -329,8 +330,8 @@ def forwarded(rank: Rank) -> dict[str, Any]:
     shown: list[Any] = [torch.full((2,), 5.0, device=DEVICE) if rank.rank == 0 else None]
     dist.broadcast_object_list(shown, src=0, device=here)
     return {
-        "backends": [dist.get_backend(pair) for pair in (None, *pairs)],
-        "config": dist.get_backend_config() == f"cpu:ckptless,{DEVICE}:ckptless",
+        "backends": [dist.get_backend(pair) == BACKEND for pair in (None, *pairs)],
+        "config": dist.get_backend_config() == f"cpu:gloo,{DEVICE}:{BACKEND}",
         "sums": sums,
         "objects": [[one.device == here, one[0].item()] for one in (*objects, *shown)],
         "coalesced": [coalesced(at, async_ops=later) for at in (None, here) for later in (False, True)],
@@ -356,10 +357,10 @@ def refused(rank: Rank) -> dict[str, Any]:
     here = torch.device(DEVICE, 0)
     world: Any = dist.group.WORLD
     found = {
-        "init": sentence(lambda: dist.init_process_group(device_id=here)),
+        "init": sentence(lambda: dist.init_process_group("mpi", device_id=here)),
         "again": sentence(rank.open),
         "split": sentence(lambda: dist.split_group(world, [[0, 1]])).partition(":")[0],
-        "gloo": sentence(lambda: dist.new_group(backend="gloo")),
+        "ucc": sentence(lambda: dist.new_group(backend="ucc")),
         "store": sentence(lambda: dist.distributed_c10d._get_default_store().get("key")),
         "enable": sentence(lambda: symmetric.enable_symm_mem_for_group(world.group_name)),
         "empty": sentence(lambda: symmetric.empty(4, device=here)),
@@ -453,7 +454,7 @@ def renewed(rank: Rank) -> dict[str, Any]:
     limit = time.monotonic() + DEADLINE_S / 2
     while (rank.groups.sweep() or open_fds() > fds + FEW_FDS) and time.monotonic() < limit:
         time.sleep(0.05)
-    return {"found": found, "backend": dist.get_backend(), "fds": open_fds() <= fds + FEW_FDS}
+    return {"found": found, "backend": dist.get_backend() == BACKEND, "fds": open_fds() <= fds + FEW_FDS}
 
 
 def open_fds() -> int:

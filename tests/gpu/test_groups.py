@@ -50,7 +50,7 @@ EXPECTED: dict[str, list[dict[str, Any]]] = {
     ],
     "forwarded": [
         {
-            "backends": ["ckptless"] * 3,
+            "backends": [True] * 3,
             "config": True,
             "sums": [2.0] * 2,
             "objects": [[True, 0.0], [True, 1.0], [True, 5.0]],
@@ -61,10 +61,11 @@ EXPECTED: dict[str, list[dict[str, Any]]] = {
     ],
     "refused": [
         {
-            "init": "ValueError: trying to initialize the default process",
+            "init": "UsageError: init_process_group asks for mpi, and groups",
             "again": "UsageError: ckptless.run makes the process groups: leave",
             "split": "RuntimeError",
-            **dict.fromkeys(("gloo", "store"), "UsageError: this asks for the store of"),
+            "ucc": "UsageError: new_group asks for ucc, and groups",
+            "store": "UsageError: this asks for the store of",
             **dict.fromkeys(
                 ("enable", "empty", "rendezvous"), "UsageError: symmetric memory cannot be renewed after"
             ),
@@ -77,7 +78,7 @@ EXPECTED: dict[str, list[dict[str, Any]]] = {
         {"said": ["GenerationEnded: generation 1 is over", "UsageError: ranks 0 and 1 work on"]},
     ]
     * 2,
-    "renewed": [{"found": [[4.0, 2.0, ["rank 0", "rank 1"]]] * 3, "backend": "ckptless", "fds": True}] * 2,
+    "renewed": [{"found": [[4.0, 2.0, ["rank 0", "rank 1"]]] * 3, "backend": True, "fds": True}] * 2,
 }
 
 

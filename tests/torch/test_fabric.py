@@ -100,7 +100,7 @@ def test_what_both_ways_do(way: str) -> None:
         assert result["last"] == [True, True, [[2.0] * 3]]
         assert result["got"] == [1.0 - rank] * 2
         assert result["everyone"] == ["rank 0", "rank 1"]
-        assert result["backend"] == "ckptless"
+        assert result["backend"] == "gloo"
         assert result["stock"] is (way == "stock")
         assert result["calls"] >= 6
         assert result["members"] == 2
