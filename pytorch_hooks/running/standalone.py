@@ -15,6 +15,7 @@ from ckptless.pytorch_hooks.elastic.exact import Exact, ExactSteps, begin
 from ckptless.pytorch_hooks.elastic.policy import of_size
 from ckptless.pytorch_hooks.elastic.sums import Share
 from ckptless.pytorch_hooks.state import State
+from ckptless.pytorch_hooks.torch_private import asked
 from ckptless.pytorch_hooks.torch_private import calls as torch_private
 
 
@@ -120,22 +121,35 @@ def checked_state(built: object) -> State:
     return built
 
 
+# The groups that were made here, while there are any.
+_made: list[asked.Standing] = []
+
+
 def run(train: Callable[[Any], object], exact: Exact | None = None) -> None:
     """Call `train` once, with the process group that torchrun's variables describe, or a world of one."""
-    made = not dist.is_initialized()
-    if made:
-        _init_process_group()
+    if dist.is_initialized():
+        train(StandaloneRun(exact))
+        return
+    _init_process_group()
     try:
         train(StandaloneRun(exact))
     finally:
-        if made:
-            dist.destroy_process_group()
+        _made.clear()
+        dist.destroy_process_group()
 
 
 def _init_process_group() -> None:
     # With one for the CPU, as there is under an agent.
-    backend = "cpu:gloo,cuda:nccl" if torch.cuda.is_available() else "gloo"
+    backends = {"cpu": "gloo", **({"cuda": "nccl"} if torch.cuda.is_available() else {})}
+    standing = asked.Standing(max(0, env.read().rank), env.read().world_size, "", backends)
+    backend = standing.config if len(backends) > 1 else "gloo"
     if env.read().launched:
         dist.init_process_group(backend)
     else:
         dist.init_process_group(backend, store=torch_private.HashStore(), rank=0, world_size=1)
+    _made.append(standing)
+    asked.answer(_standing, stock=True)
+
+
+def _standing() -> asked.Standing | None:
+    return _made[0] if _made else None

@@ -81,19 +81,22 @@ class Standing:
 
 
 @functools.cache
-def answer(standing: Callable[[], Standing | None]) -> None:
-    """Answer from now on wherever `standing()` says that there are groups of ours; else torch does."""
+def answer(standing: Callable[[], Standing | None], *, stock: bool = False) -> None:
+    """Answer from now on wherever `standing()` says that there are groups that we have made; else torch does.
+
+    `stock`: they are torch's own, which answer for themselves what they are.
+    """
 
     def instead(name: str, answers: Callable[..., Any]) -> None:
-        stock = getattr(c10d, name)
-        signature = inspect.signature(stock)
+        before = getattr(c10d, name)
+        signature = inspect.signature(before)
 
-        @functools.wraps(stock)
+        @functools.wraps(before)
         def call(*args: Any, **kwargs: Any) -> Any:
             here = standing() if dist.is_initialized() else None
             if here is None:
-                return stock(*args, **kwargs)
-            return answers(here, stock, signature.bind(*args, **kwargs))
+                return before(*args, **kwargs)
+            return answers(here, before, signature.bind(*args, **kwargs))
 
         for module in (c10d, dist):
             if hasattr(module, name):
@@ -101,9 +104,10 @@ def answer(standing: Callable[[], Standing | None]) -> None:
 
     instead("init_process_group", lambda here, _stock, asked: here.join(asked))
     instead("destroy_process_group", _destroy)
-    instead("_new_group_with_tag", Standing.make)
-    instead("get_backend", _backend)
-    instead("get_backend_config", _config)
+    if not stock:
+        instead("_new_group_with_tag", Standing.make)
+        instead("get_backend", _backend)
+        instead("get_backend_config", _config)
 
 
 def _destroy(_here: Standing, stock: Callable[..., None], asked: inspect.BoundArguments) -> None:

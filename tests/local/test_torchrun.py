@@ -129,6 +129,12 @@ def test_the_toy_alone(tmp_path: Path) -> None:
     assert set(found.losses) == {(0, step) for step in range(1, 13)}
 
 
+def test_a_script_that_makes_its_default_group_runs_under_torchrun_too(tmp_path: Path) -> None:
+    words = ["-m", "torch.distributed.run", "--standalone", "--nproc-per-node", 2]
+    execute([*words, SCRIPT.with_name("asked_script.py"), tmp_path, 99], tmp_path)
+    assert len([*tmp_path.glob("final-*.txt")]) == 2
+
+
 def test_the_toy_under_torchrun_makes_the_same_bits(tmp_path: Path) -> None:
     words = ["-m", "torch.distributed.run", "--standalone", "--nproc-per-node", RANKS]
     execute([*words, TOY, STEPS, tmp_path / "out"], tmp_path)
