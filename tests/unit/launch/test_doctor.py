@@ -160,7 +160,9 @@ def test_this_machine_can_be_asked_and_the_exit_code_is_the_worst() -> None:
 
 def test_what_ckptless_run_tells_nccl_is_shown_with_its_reason() -> None:
     found = {one.name: about(Facts(**SOUND), one.name) for one in nccl_settings.SETTINGS}
-    assert all(finding.text.startswith("ckptless.run sets 0: ") for (finding,) in found.values())
+    for one in nccl_settings.SETTINGS:
+        (finding,) = found[one.name]
+        assert finding.text.startswith(f"ckptless.run sets {one.value}: ")
     assert about(Facts(), "NCCL_NVLS_ENABLE") == []
 
 
@@ -270,14 +272,14 @@ def test_what_hangs_or_cannot_be_written_is_broken(tmp_path: Path, monkeypatch: 
     monkeypatch.setattr(preflight, "memory", has_none)
     monkeypatch.setattr(tempfile, "TemporaryFile", is_read_only)
     try:
-        code, found = tried("--folder", str(tmp_path), "--time-limit", "5")
+        code, found = tried("--folder", str(tmp_path), "--time-limit", "20")
     finally:
         over.set()
     assert code == 2
     texts = {about: one["text"] for about, one in found.items() if one["grade"] == "broken"}
     assert texts == {
         "memory": "MemoryError",
-        "network": "no answer in 5 s",
+        "network": "no answer in 20 s",
         f"disk {tmp_path}": "[Errno 30] Read-only file system",
     }
 

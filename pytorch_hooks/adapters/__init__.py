@@ -1,0 +1,1 @@
+"""Frameworks' own training loops under `ckptless.run`: a file each, imported where it is used."""

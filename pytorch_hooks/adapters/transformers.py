@@ -1,0 +1,348 @@
+"""transformers' Trainer, or any subclass: `ckptless.transformers.train(make)`, where `make()` returns one.
+
+The Trainer's own loop runs. After a fault it is entered again, at the step that was agreed on, in the process
+that lives with the objects that it has. What the loop has besides model, optimizer and scheduler (its state,
+sums of losses, where it is in the epoch, callbacks' numbers) is committed with the step, and put back. The
+batches come from the Trainer's loader by `run.batches`, which begins where the step did.
+
+Stands on methods of Trainer that are not public (transformers 5.17 to 5.24): `HOOKS` has them, each with its
+parameters, and one that has moved is refused before the first step.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import functools
+import inspect
+import json
+import random
+import sys
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import numpy as np
+import torch
+import torch.distributed as dist
+from accelerate.data_loader import SeedableRandomSampler, synchronize_rng_states
+from accelerate.utils import send_to_device
+from transformers import Trainer, TrainerCallback
+from transformers.trainer_utils import TrainOutput
+
+import ckptless
+from ckptless.daemon.protocol.errors import UsageError
+
+# What is overridden or called, and parameters that must be there.
+HOOKS = {
+    "_init_training_state": "max_steps resume_from_checkpoint",
+    "_prepare_for_training": "max_steps train_dataloader resume_from_checkpoint",
+    "_run_epoch": "train_dataloader resume_from_checkpoint steps_trained_in_current_epoch",
+    "_load_rng_state": "checkpoint",
+    "_maybe_log_save_evaluate": "tr_loss",
+    "get_batch_samples": "epoch_iterator",
+}
+# Numbers of the loop that are in no object, set to zero where it begins.
+SUMS = ("_total_loss_scalar", "_globalstep_last_logged", "_initial_global_step", "current_flos")
+# Of the accelerator: emptied where the loop begins, filled by what prepares the model.
+REGISTERED = ("_models", "_optimizers", "_schedulers")
+# Of TrainerState: grows with every line, and is the same on all ranks; is made anew.
+NOT_KEPT = ("log_history", "stateful_callbacks")
+MARK = "a step in memory"
+# Its module, where it looks up what skips batches.
+_TRAINER: Any = sys.modules[Trainer.__module__]
+_PLAIN = (int, float, str, bool, type(None))
+
+
+def train(make: Callable[[], Trainer], **options: Any) -> TrainOutput:
+    """Train what `make()` returns, to its end; after a fault from the step before. Returns as Trainer.train.
+
+    `make` is called once in each process, with process groups: TrainingArguments may be made in it. `options`
+    are those of `ckptless.run`. Raises UsageError where the Trainer is one that cannot be protected.
+    """
+    made: list[Any] = []
+    outputs: list[TrainOutput] = []
+
+    def body(run: Any) -> None:
+        if not made:
+            made.append(_protect(make()))
+        made[0].ckptless.run = run
+        outputs[:] = [made[0].train()]
+
+    ckptless.run(body, **options)
+    return outputs[0]
+
+
+class _Loop:
+    """Where the loop of one Trainer is, beyond what it keeps in objects; an object of its State."""
+
+    def __init__(self, owner: Any) -> None:
+        self.run: Any = None
+        self.model: Any = None
+        self.batches: _Batches | None = None
+        self.registered: dict[str, list[Any]] = {}
+        self.saved: dict[str, Any] | None = None
+        self.random: tuple[Any, ...] | None = None
+        self.eval_on_start = bool(owner.args.eval_on_start)
+        # Whole epochs, steps in the one that is under way, and whether its loop is through.
+        self.epochs = self.steps = self.per_epoch = 0
+        self.epoch_over = False
+        self._owner = owner
+
+    def state_dict(self) -> dict[str, Any]:
+        """Return all of it. The sum of losses stays where it is: nobody waits for a device."""
+        owner = self._owner
+        state = {field.name: getattr(owner.state, field.name) for field in dataclasses.fields(owner.state)}
+        return {
+            "state": {name: value for name, value in state.items() if name not in NOT_KEPT},
+            "control": dataclasses.asdict(owner.control),
+            "sums": {name: getattr(owner, name, 0) for name in SUMS},
+            "tr_loss": getattr(owner, "_tr_loss", torch.zeros(())).detach().clone(),
+            "at": [self.epochs, self.steps],
+            "callbacks": [_plain(one) for one in owner.callback_handler.callbacks],
+        }
+
+    def load_state_dict(self, saved: dict[str, Any]) -> None:
+        """Take it; the loop puts it back where it begins."""
+        self.saved = saved
+
+    def resume(self) -> tuple[int, int]:
+        """Have what was restored be the state; return whole epochs, and batches of the one under way."""
+        owner, saved = self._owner, self.saved
+        assert saved is not None
+        for name, value in saved["state"].items():
+            setattr(owner.state, name, value)
+        self.epochs, self.steps = saved["at"]
+        self.random = random.getstate(), np.random.get_state(), torch.get_rng_state()
+        return self.epochs, self.steps * owner.args.gradient_accumulation_steps
+
+    def put_back(self, control: Any) -> None:
+        """Have the loop's sums, its control and the callbacks be as they were at the step."""
+        owner, saved = self._owner, self.saved
+        assert saved is not None
+        for name, value in saved["sums"].items():
+            setattr(owner, name, value)
+        owner._tr_loss += saved["tr_loss"].to(owner._tr_loss.device)
+        for name, value in saved["control"].items():
+            setattr(control, name, value)
+        for callback, kept in zip(owner.callback_handler.callbacks, saved["callbacks"], strict=True):
+            vars(callback).update(kept)
+
+    def restore_random(self) -> None:
+        """Draw from now on as after the commit, whatever was drawn since; once."""
+        if self.random is not None:
+            python, numbers, of_torch = self.random
+            self.random = None
+            random.setstate(python)
+            np.random.set_state(numbers)
+            torch.set_rng_state(of_torch)
+
+
+def _plain(callback: TrainerCallback) -> dict[str, Any]:
+    """Return a callback's numbers and words, as EarlyStopping's counter; objects stay the process's own."""
+    return {name: value for name, value in vars(callback).items() if isinstance(value, _PLAIN)}
+
+
+class _Watch(TrainerCallback):
+    """Comes first of all callbacks: sees where the loop is, and puts its sums back."""
+
+    def __init__(self, loop: _Loop) -> None:
+        self.loop = loop
+
+    def on_train_begin(self, args: Any, state: Any, control: Any, **_more: Any) -> None:
+        """The loop has set its sums to zero."""
+        loop = self.loop
+        if loop.run.step:
+            loop.put_back(control)
+
+    def on_epoch_begin(self, args: Any, state: Any, control: Any, **_more: Any) -> None:
+        """An epoch begins, or the rest of one."""
+        self.loop.epoch_over = False
+
+    def on_step_end(self, args: Any, state: Any, control: Any, **_more: Any) -> None:
+        """An update is done."""
+        self.loop.steps += 1
+
+    def on_epoch_end(self, args: Any, state: Any, control: Any, **_more: Any) -> None:
+        """Its last logs and evaluation come after this."""
+        self.loop.epochs, self.loop.steps, self.loop.epoch_over = self.loop.epochs + 1, 0, True
+
+
+class _Batches:
+    """The Trainer's own loader, as it was prepared, with its batches from the committed position on."""
+
+    def __init__(self, loop: _Loop, prepared: Any) -> None:
+        self._loop, self._prepared = loop, prepared
+        self._rest: Iterator[Any] = iter(())
+        sampler = prepared.get_sampler()
+        if isinstance(sampler, SeedableRandomSampler) and sampler.generator is None:
+            # It would make the same where it begins; and a new process's loader would have none to restore.
+            sampler.generator = torch.Generator()
+            sampler.generator.manual_seed(sampler.initial_seed)
+
+    def finish(self) -> None:
+        """Go to the end of the epoch: the Trainer counts steps, and does not ask for more than there are."""
+        for _ in self._rest:
+            pass
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self._prepared, name)
+
+    def __len__(self) -> int:
+        return len(self._prepared)
+
+    def __iter__(self) -> Iterator[Any]:
+        prepared, run = self._prepared, self._loop.run
+        if prepared.rng_types is not None:
+            synchronize_rng_states(prepared.rng_types, prepared.synchronized_generator)
+        self._rest = run.batches(prepared.base_dataloader)
+        for batch in self._rest:
+            yield self._placed(batch)
+
+    def _placed(self, batch: Any) -> Any:
+        device = self._prepared.device
+        return batch if device is None else send_to_device(batch, device, non_blocking=True)
+
+
+class _Protected:
+    """What is laid over the class of a Trainer. `ckptless` is its loop."""
+
+    ckptless: _Loop
+
+    def get_train_dataloader(self) -> Any:
+        self.ckptless.batches = _Batches(self.ckptless, super().get_train_dataloader())  # type: ignore[misc]
+        return self.ckptless.batches
+
+    def _init_training_state(
+        self, max_steps: int, per_epoch: int, epochs: int, resume_from_checkpoint: Any, trial: Any
+    ) -> tuple[int, int]:
+        owner: Any = self
+        loop = self.ckptless
+        if resume_from_checkpoint is not None:
+            raise UsageError("Trainer.train cannot resume from a folder here: use ckptless-run --save-dir")
+        history = owner.state.log_history
+        super()._init_training_state(max_steps, per_epoch, epochs, None, trial)  # type: ignore[misc]
+        prepare = super()._prepare_for_training  # type: ignore[misc]
+
+        def build() -> ckptless.State:
+            _write_config(owner.model)
+            loop.model, _ = prepare(max_steps, None, None)
+            loop.registered = {name: [*getattr(owner.accelerator, name)] for name in REGISTERED}
+            return ckptless.State(
+                model=loop.model, optimizer=owner.optimizer, scheduler=owner.lr_scheduler, trainer=loop
+            )
+
+        loop.run.keep(build)
+        for name, those in loop.registered.items():
+            getattr(owner.accelerator, name)[:] = those
+        loop.epochs, loop.steps, loop.per_epoch = 0, 0, per_epoch
+        if not loop.run.step:
+            owner.args.eval_on_start = loop.eval_on_start
+            return 0, 0
+        owner.args.eval_on_start = False
+        found = loop.resume()
+        owner.state.log_history = _newest(history, loop.run.step)
+        return found
+
+    def _prepare_for_training(
+        self, max_steps: int, train_dataloader: Any, resume_from_checkpoint: Any
+    ) -> tuple[Any, Any]:
+        owner: Any = self
+        owner.callback_handler.train_dataloader = train_dataloader
+        self.ckptless.model.train()
+        return self.ckptless.model, train_dataloader
+
+    def _run_epoch(self, **words: Any) -> None:
+        if self.ckptless.run.step:
+            words["resume_from_checkpoint"] = MARK
+        super()._run_epoch(**words)  # type: ignore[misc]
+
+    def _load_rng_state(self, checkpoint: str | None) -> None:
+        self.ckptless.restore_random()
+
+    def get_batch_samples(self, epoch_iterator: Any, *more: Any, **words: Any) -> Any:
+        # Here, and not behind it, where the Trainer does: what puts samples together may draw, too.
+        self.ckptless.restore_random()
+        return super().get_batch_samples(epoch_iterator, *more, **words)  # type: ignore[misc]
+
+    def _maybe_log_save_evaluate(self, *args: Any, **words: Any) -> None:
+        super()._maybe_log_save_evaluate(*args, **words)  # type: ignore[misc]
+        owner: Any = self
+        loop, control = self.ckptless, owner.control
+        last = loop.steps == loop.per_epoch or control.should_epoch_stop or control.should_training_stop
+        if loop.epoch_over and loop.batches is not None:
+            loop.batches.finish()
+        # Of an epoch's last step when the epoch's own logs and evaluation are over, too: they draw.
+        if owner.state.global_step > loop.run.step and (loop.epoch_over or not last):
+            loop.run.commit()
+
+
+def _write_config(model: Any) -> None:
+    """Write into a model's configuration what its first save_pretrained would: it is not to change later."""
+    config = getattr(model, "config", None)
+    if config is not None:
+        config.dtype = str(model.dtype).removeprefix("torch.")
+        config.architectures = [type(model).__name__]
+
+
+def _newest(own: list[dict[str, Any]], step: int) -> list[dict[str, Any]]:
+    """Return the lines of log up to a step, of the rank that has most: a new process has none.
+
+    To be called by all ranks.
+    """
+    own = [line for line in own if line.get("step", 0) <= step]
+    if not dist.is_initialized():
+        return own
+    counts = [torch.zeros((), dtype=torch.int64) for _ in range(dist.get_world_size())]
+    dist.all_gather(counts, torch.tensor(len(own)))
+    best = max(range(len(counts)), key=lambda rank: int(counts[rank]))
+    text = torch.tensor([*json.dumps(own).encode()] if dist.get_rank() == best else [], dtype=torch.uint8)
+    size = torch.tensor(len(text))
+    dist.broadcast(size, best)
+    data = text if dist.get_rank() == best else torch.zeros(int(size), dtype=torch.uint8)
+    dist.broadcast(data, best)
+    lines: list[dict[str, Any]] = json.loads(bytes(data.tolist()))
+    return lines
+
+
+def _protect(owner: Any) -> Any:
+    """Lay the adapter over a Trainer. Raises UsageError where it is one that cannot be protected."""
+    if not isinstance(owner, Trainer):
+        raise UsageError(f"the function given to train returned {type(owner).__name__}, not a Trainer")
+    _refuse(owner)
+    loop = _Loop(owner)
+    owner.__class__ = type(f"Protected{type(owner).__name__}", (_Protected, type(owner)), {"ckptless": loop})
+    owner.callback_handler.callbacks.insert(0, _Watch(loop))
+    return owner
+
+
+def _refuse(owner: Trainer) -> None:
+    """Raise UsageError where a Trainer is not one that ckptless knows."""
+    for name, parameters in HOOKS.items():
+        method = getattr(type(owner), name, None)
+        there = {} if method is None else inspect.signature(method).parameters
+        if method is None or not {*parameters.split()} <= {*there}:
+            raise UsageError(f"transformers.Trainer.{name} is not what it was: use transformers 5.17 to 5.24")
+    if not hasattr(_TRAINER, "skip_first_batches"):
+        raise UsageError("transformers.trainer.skip_first_batches is gone: use transformers 5.17 to 5.24")
+    cannot = {
+        "DeepSpeed": owner.is_deepspeed_enabled,
+        "FSDP": owner.is_fsdp_enabled,
+        "a model_init": owner.model_init is not None,
+        "dispatch_batches": bool(owner.accelerator.dispatch_batches),
+        "an iterable data set": isinstance(owner.train_dataset, torch.utils.data.IterableDataset),
+        "auto_find_batch_size": owner.args.auto_find_batch_size,
+    }
+    for what, is_so in cannot.items():
+        if is_so:
+            raise UsageError(f"a Trainer with {what} is not protected by ckptless: train without it")
+    _skip_ours()
+
+
+@functools.cache
+def _skip_ours() -> None:
+    """Have the Trainer not skip what `run.batches` has passed over already."""
+    stock = _TRAINER.skip_first_batches
+
+    def skip(loader: Any, count: int = 0) -> Any:
+        return loader if isinstance(loader, _Batches) else stock(loader, count)
+
+    _TRAINER.skip_first_batches = skip

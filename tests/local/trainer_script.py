@@ -1,0 +1,114 @@
+"""A tiny GPT-2 under transformers' Trainer: `trainer_script.py OUT STEPS KILLS`, KILLS as "STEP:RANK,...".
+
+With PLAIN in the environment it is transformers' own Trainer. ARGUMENTS has more TrainingArguments, as JSON.
+Each line of log is written with all bits, and at the end a digest of the parameters.
+"""
+
+import hashlib
+import json
+import os
+import signal
+import sys
+from pathlib import Path
+from typing import Any
+
+import torch
+from transformers import (
+    EarlyStoppingCallback,
+    GPT2Config,
+    GPT2LMHeadModel,
+    Trainer,
+    TrainerCallback,
+    TrainingArguments,
+)
+
+OUT, STEPS = Path(sys.argv[1]), int(sys.argv[2])
+KILLS = {tuple(map(int, one.split(":"))) for one in sys.argv[3].split(",") if one}
+
+
+class Data(torch.utils.data.Dataset[Any]):
+    def __len__(self) -> int:
+        return 52
+
+    def __getitem__(self, index: int) -> dict[str, torch.Tensor]:
+        ids = torch.randint(0, 64, (16,), generator=torch.Generator().manual_seed(index))
+        return {"input_ids": ids, "labels": ids}
+
+
+class Tell(TrainerCallback):
+    """Writes each line of log, and kills its process where it is told to, once."""
+
+    def __init__(self) -> None:
+        self.lines = 0
+
+    def on_log(self, args: Any, state: Any, control: Any, logs: Any = None, **_more: Any) -> None:
+        self.lines += 1
+        told = {
+            name: float(value).hex()
+            for name, value in (logs or {}).items()
+            if "loss" in name or name == "grad_norm"
+        }
+        with (OUT / f"log-{os.environ['RANK']}.txt").open("a") as file:
+            file.write(f"{state.global_step} {self.lines} {sorted(told.items())}\n")
+
+    def on_pre_optimizer_step(self, args: Any, state: Any, control: Any, **_more: Any) -> None:
+        where = (state.global_step, int(os.environ["RANK"]))
+        if where in KILLS:
+            try:
+                (OUT / f"kill-{where[0]}").touch(exist_ok=False)
+            except FileExistsError:
+                return
+            os.kill(os.getpid(), signal.SIGKILL)
+
+
+def make() -> Trainer:
+    more = json.loads(os.environ.get("ARGUMENTS", "{}"))
+    words: dict[str, Any] = {
+        "output_dir": str(OUT / "saved"),
+        "use_cpu": True,
+        "max_steps": STEPS,
+        "per_device_train_batch_size": 2,
+        "gradient_accumulation_steps": 2,
+        "logging_steps": 1,
+        "save_strategy": "no",
+        "report_to": [],
+        "disable_tqdm": True,
+        "eval_strategy": "steps",
+        "eval_steps": 5,
+        "warmup_steps": 2,
+        "seed": 3,
+    }
+    args = TrainingArguments(**{**words, **more})
+    torch.manual_seed(5)
+    model = GPT2LMHeadModel(GPT2Config(vocab_size=64, n_positions=16, n_embd=32, n_layer=2, n_head=2))
+    callbacks: list[Any] = [Tell()]
+    if "PATIENCE" in os.environ:
+        callbacks.append(EarlyStoppingCallback(early_stopping_patience=int(os.environ["PATIENCE"])))
+    return Trainer(model=model, args=args, train_dataset=Data(), eval_dataset=Data(), callbacks=callbacks)
+
+
+def finish(trainer: Any, output: Any) -> None:
+    digest = hashlib.sha256()
+    for parameter in trainer.model.parameters():
+        digest.update(parameter.detach().numpy().tobytes())
+    lines = [line["step"] for line in trainer.state.log_history if "loss" in line]
+    (OUT / f"final-{os.environ['RANK']}.txt").write_text(
+        f"{digest.hexdigest()} {output.global_step} {output.training_loss.hex()} {lines}\n"
+    )
+
+
+OUT.mkdir(parents=True, exist_ok=True)
+if "PLAIN" in os.environ:
+    trainer = make()
+    finish(trainer, trainer.train())
+else:
+    import ckptless.transformers
+
+    kept: list[Trainer] = []
+
+    def made() -> Trainer:
+        kept.append(make())
+        return kept[0]
+
+    output = ckptless.transformers.train(made)
+    finish(kept[0], output)

@@ -1,0 +1,97 @@
+"""What stands between ckptless and transformers' Trainer: it is there, and what it cannot do is refused."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+pytest.importorskip("transformers")
+
+import transformers  # where there is one
+
+import ckptless.transformers
+from ckptless.daemon.protocol.errors import UsageError
+from ckptless.pytorch_hooks.adapters import transformers as adapter
+
+
+class Model(torch.nn.Module):
+    """A line."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.line = torch.nn.Linear(4, 1)
+
+    def forward(self, x: torch.Tensor, labels: torch.Tensor) -> dict[str, torch.Tensor]:
+        found = self.line(x)
+        return {"loss": (found - labels).pow(2).mean(), "logits": found}
+
+
+DATA: Any = [{"x": torch.full((4,), float(n)), "labels": torch.tensor([float(n)])} for n in range(16)]
+
+
+class Endless(torch.utils.data.IterableDataset[Any]):
+    """Samples without a number."""
+
+    def __iter__(self) -> Any:
+        return iter(DATA)
+
+
+def trainer(home: Path, data: Any = DATA, **more: Any) -> Any:
+    words = {"output_dir": str(home), "use_cpu": True, "max_steps": 6, "report_to": [], "disable_tqdm": True}
+    words |= {"save_strategy": "no", "logging_steps": 2, **more.pop("arguments", {})}
+    args = transformers.TrainingArguments(**words)  # type: ignore[arg-type]
+    torch.manual_seed(1)
+    model = {} if "model_init" in more else {"model": Model()}
+    return transformers.Trainer(args=args, train_dataset=data, **{**model, **more})
+
+
+def test_without_an_agent_it_is_plain_trainer(tmp_path: Path) -> None:
+    made: list[Any] = []
+
+    def make() -> Any:
+        made.append(trainer(tmp_path))
+        return made[0]
+
+    ours = ckptless.transformers.train(make)
+    theirs = trainer(tmp_path)
+    assert theirs.train().training_loss == ours.training_loss
+    assert torch.equal(theirs.model.line.weight, made[0].model.line.weight)
+    assert len(made[0].state.log_history) == len(theirs.state.log_history)
+
+
+@pytest.mark.parametrize(
+    ("make", "said"),
+    [
+        (lambda _home: torch.nn.Linear(1, 1), "returned Linear, not a Trainer"),
+        (lambda home: trainer(home, model_init=Model), "a Trainer with a model_init is not protected"),
+        (lambda home: trainer(home, Endless()), "a Trainer with an iterable data set is not"),
+        (
+            lambda home: trainer(home, arguments={"auto_find_batch_size": True}),
+            "a Trainer with auto_find_batch_size is not",
+        ),
+    ],
+)
+def test_what_cannot_be_protected_is_refused(tmp_path: Path, make: Callable[[Path], Any], said: str) -> None:
+    with pytest.raises(UsageError, match=said):
+        ckptless.transformers.train(lambda: make(tmp_path))
+
+
+@pytest.mark.parametrize("name", adapter.HOOKS)
+def test_a_hook_that_has_moved_is_refused(monkeypatch: pytest.MonkeyPatch, tmp_path: Path, name: str) -> None:
+    made = trainer(tmp_path)
+    monkeypatch.setattr(transformers.Trainer, name, lambda self: None)
+    with pytest.raises(UsageError, match=rf"transformers.Trainer.{name} is not what it was"):
+        adapter._refuse(made)
+
+
+def test_numbers_of_callbacks_are_kept_and_their_objects_are_not() -> None:
+    callback = transformers.EarlyStoppingCallback(early_stopping_patience=3)
+    callback.early_stopping_patience_counter = 2
+    callback.other = object()  # type: ignore[attr-defined]
+    kept = adapter._plain(callback)
+    assert kept["early_stopping_patience_counter"] == 2
+    assert "other" not in kept
