@@ -5,6 +5,7 @@ adopted. Until then they are of the run that made them, as their headers say.
 """
 
 import asyncio
+import contextlib
 import fcntl
 import hashlib
 import logging
@@ -37,6 +38,7 @@ logger = logging.getLogger(__name__)
 # A daemon that was restarted just now is there again by then.
 CLAIM_DEADLINE_S = 20.0
 KEEP_DEADLINE_S = 5.0
+GIVEN_DEADLINE_S = 2.0
 RETRY_S = 0.2
 CATALOG_LIMIT = 1 << 30
 _DIGEST_NBYTES = 16
@@ -130,6 +132,10 @@ class RequeueClient:
                 fds.append(await link.receive_fd())
             if fds:
                 await link.send(k.Taken())
+                # Until the daemon has closed it holds that it gives this away, and takes nothing of this job.
+                with contextlib.suppress(TimeoutError, OSError, CkptlessError):
+                    async with asyncio.timeout(GIVEN_DEADLINE_S):
+                        await link.receive()
         except BaseException:
             for fd in fds:
                 os.close(fd)
