@@ -23,7 +23,7 @@ from typing import Any
 import numpy as np
 import torch
 import torch.distributed as dist
-from accelerate.data_loader import SeedableRandomSampler, synchronize_rng_states
+from accelerate.data_loader import DataLoaderShard, SeedableRandomSampler, synchronize_rng_states
 from accelerate.utils import send_to_device
 from transformers import Trainer, TrainerCallback
 from transformers.trainer_utils import TrainOutput
@@ -170,6 +170,11 @@ class _Batches:
     """The Trainer's own loader, as it was prepared, with its batches from the committed position on."""
 
     def __init__(self, loop: _Loop, prepared: Any) -> None:
+        if not isinstance(prepared, DataLoaderShard):
+            raise UsageError(
+                f"the Trainer's get_train_dataloader gives {type(prepared).__name__}: have it give a loader "
+                "that its accelerator has prepared"
+            )
         self._loop, self._prepared = loop, prepared
         self._rest: Iterator[Any] = iter(())
         sampler = prepared.get_sampler()
@@ -226,8 +231,13 @@ class _Protected:
             _write_config(owner.model)
             loop.model, _ = prepare(max_steps, None, None)
             loop.registered = {name: [*getattr(owner.accelerator, name)] for name in REGISTERED}
+            scaler = getattr(owner.accelerator, "scaler", None)
             return ckptless.State(
-                model=loop.model, optimizer=owner.optimizer, scheduler=owner.lr_scheduler, trainer=loop
+                model=loop.model,
+                optimizer=owner.optimizer,
+                scheduler=owner.lr_scheduler,
+                trainer=loop,
+                **({} if scaler is None else {"scaler": scaler}),
             )
 
         loop.run.keep(build)
@@ -330,6 +340,10 @@ def _refuse(owner: Trainer) -> None:
         "dispatch_batches": bool(owner.accelerator.dispatch_batches),
         "an iterable data set": isinstance(owner.train_dataset, torch.utils.data.IterableDataset),
         "auto_find_batch_size": owner.args.auto_find_batch_size,
+        "ignore_data_skip": owner.args.ignore_data_skip,
+        # Laid over the model again each time that the loop is entered.
+        "NEFTune": owner.neftune_noise_alpha is not None,
+        "Liger kernels": owner.args.use_liger_kernel,
     }
     for what, is_so in cannot.items():
         if is_so:

@@ -40,13 +40,21 @@ class Endless(torch.utils.data.IterableDataset[Any]):
         return iter(DATA)
 
 
+class Unprepared(transformers.Trainer):
+    """With a loader of its own, as every rank has it."""
+
+    def get_train_dataloader(self) -> Any:
+        return torch.utils.data.DataLoader(DATA)
+
+
 def trainer(home: Path, data: Any = DATA, **more: Any) -> Any:
     words = {"output_dir": str(home), "use_cpu": True, "max_steps": 6, "report_to": [], "disable_tqdm": True}
     words |= {"save_strategy": "no", "logging_steps": 2, **more.pop("arguments", {})}
     args = transformers.TrainingArguments(**words)  # type: ignore[arg-type]
     torch.manual_seed(1)
     model = {} if "model_init" in more else {"model": Model()}
-    return transformers.Trainer(args=args, train_dataset=data, **{**model, **more})
+    kind = more.pop("kind", transformers.Trainer)
+    return kind(args=args, train_dataset=data, **{**model, **more})
 
 
 def test_without_an_agent_it_is_plain_trainer(tmp_path: Path) -> None:
@@ -72,6 +80,14 @@ def test_without_an_agent_it_is_plain_trainer(tmp_path: Path) -> None:
         (
             lambda home: trainer(home, arguments={"auto_find_batch_size": True}),
             "a Trainer with auto_find_batch_size is not",
+        ),
+        (
+            lambda home: trainer(home, arguments={"neftune_noise_alpha": 5.0}),
+            "a Trainer with NEFTune is not",
+        ),
+        (
+            lambda home: trainer(home, kind=Unprepared),
+            "get_train_dataloader gives DataLoader: have it give a loader that its accelerator has prepared",
         ),
     ],
 )
