@@ -17,19 +17,18 @@ import inspect
 import json
 import random
 import sys
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from typing import Any
 
 import numpy as np
 import torch
 import torch.distributed as dist
-from accelerate.data_loader import DataLoaderShard, SeedableRandomSampler, synchronize_rng_states
-from accelerate.utils import send_to_device
 from transformers import Trainer, TrainerCallback
 from transformers.trainer_utils import TrainOutput
 
 import ckptless
 from ckptless.daemon.protocol.errors import UsageError
+from ckptless.pytorch_hooks.adapters.prepared import Prepared
 
 # What is overridden or called, and parameters that must be there.
 HOOKS = {
@@ -77,7 +76,7 @@ class _Loop:
     def __init__(self, owner: Any) -> None:
         self.run: Any = None
         self.model: Any = None
-        self.batches: _Batches | None = None
+        self.batches: Prepared | None = None
         self.registered: dict[str, list[Any]] = {}
         self.saved: dict[str, Any] | None = None
         self.random: tuple[Any, ...] | None = None
@@ -97,12 +96,20 @@ class _Loop:
             "sums": {name: getattr(owner, name, 0) for name in SUMS},
             "tr_loss": getattr(owner, "_tr_loss", torch.zeros(())).detach().clone(),
             "at": [self.epochs, self.steps],
+            "loader": self.loader.state_dict(),
             "callbacks": [_plain(one) for one in owner.callback_handler.callbacks],
         }
 
     def load_state_dict(self, saved: dict[str, Any]) -> None:
         """Take it; the loop puts it back where it begins."""
         self.saved = saved
+        self.loader.load_state_dict(saved["loader"])
+
+    @property
+    def loader(self) -> Prepared:
+        """The loader of this entry into the loop."""
+        assert self.batches is not None
+        return self.batches
 
     def resume(self) -> tuple[int, int]:
         """Have what was restored be the state; return whole epochs, and batches of the one under way."""
@@ -166,55 +173,18 @@ class _Watch(TrainerCallback):
         self.loop.epochs, self.loop.steps, self.loop.epoch_over = self.loop.epochs + 1, 0, True
 
 
-class _Batches:
-    """The Trainer's own loader, as it was prepared, with its batches from the committed position on."""
-
-    def __init__(self, loop: _Loop, prepared: Any) -> None:
-        if not isinstance(prepared, DataLoaderShard):
-            raise UsageError(
-                f"the Trainer's get_train_dataloader gives {type(prepared).__name__}: have it give a loader "
-                "that its accelerator has prepared"
-            )
-        self._loop, self._prepared = loop, prepared
-        self._rest: Iterator[Any] = iter(())
-        sampler = prepared.get_sampler()
-        if isinstance(sampler, SeedableRandomSampler) and sampler.generator is None:
-            # It would make the same where it begins; and a new process's loader would have none to restore.
-            sampler.generator = torch.Generator()
-            sampler.generator.manual_seed(sampler.initial_seed)
-
-    def finish(self) -> None:
-        """Go to the end of the epoch: the Trainer counts steps, and does not ask for more than there are."""
-        for _ in self._rest:
-            pass
-
-    def __getattr__(self, name: str) -> Any:
-        return getattr(self._prepared, name)
-
-    def __len__(self) -> int:
-        return len(self._prepared)
-
-    def __iter__(self) -> Iterator[Any]:
-        prepared, run = self._prepared, self._loop.run
-        if prepared.rng_types is not None:
-            synchronize_rng_states(prepared.rng_types, prepared.synchronized_generator)
-        self._rest = run.batches(prepared.base_dataloader)
-        for batch in self._rest:
-            yield self._placed(batch)
-
-    def _placed(self, batch: Any) -> Any:
-        device = self._prepared.device
-        return batch if device is None else send_to_device(batch, device, non_blocking=True)
-
-
 class _Protected:
     """What is laid over the class of a Trainer. `ckptless` is its loop."""
 
     ckptless: _Loop
 
     def get_train_dataloader(self) -> Any:
-        self.ckptless.batches = _Batches(self.ckptless, super().get_train_dataloader())  # type: ignore[misc]
-        return self.ckptless.batches
+        loop = self.ckptless
+        if loop.batches is not None:
+            loop.batches.leave()
+        loop.batches = Prepared(super().get_train_dataloader())  # type: ignore[misc]
+        loop.batches.run = loop.run
+        return loop.batches
 
     def _init_training_state(
         self, max_steps: int, per_epoch: int, epochs: int, resume_from_checkpoint: Any, trial: Any
@@ -229,6 +199,7 @@ class _Protected:
 
         def build() -> ckptless.State:
             _write_config(owner.model)
+            loop.loader.settle()
             loop.model, _ = prepare(max_steps, None, None)
             loop.registered = {name: [*getattr(owner.accelerator, name)] for name in REGISTERED}
             scaler = getattr(owner.accelerator, "scaler", None)
@@ -278,8 +249,8 @@ class _Protected:
         owner: Any = self
         loop, control = self.ckptless, owner.control
         last = loop.steps == loop.per_epoch or control.should_epoch_stop or control.should_training_stop
-        if loop.epoch_over and loop.batches is not None:
-            loop.batches.finish()
+        if loop.epoch_over:
+            loop.loader.finish()
         # Of an epoch's last step when the epoch's own logs and evaluation are over, too: they draw.
         if owner.state.global_step > loop.run.step and (loop.epoch_over or not last):
             loop.run.commit()
@@ -357,6 +328,6 @@ def _skip_ours() -> None:
     stock = _TRAINER.skip_first_batches
 
     def skip(loader: Any, count: int = 0) -> Any:
-        return loader if isinstance(loader, _Batches) else stock(loader, count)
+        return loader if isinstance(loader, Prepared) else stock(loader, count)
 
     _TRAINER.skip_first_batches = skip

@@ -56,9 +56,9 @@ def protected(home: Path, steps: int, kills: str, env: dict[str, str]) -> dict[s
     options = ["--nodes", RANKS, "--tee", "none", "--max-stall", 60]
     with Job(home / "job", options, [SCRIPT, home / "ours", steps, kills], env) as job:
         job.ended(0, FAULTY_DEADLINE_S)
-        ledger = job.ledger()
-        assert {one.kind for one in ledger.faults} - {"broken"} == {"died"}, job.story()
-        assert len(ledger.recoveries) == len(kills.split(",")), job.story()
+        # Survivors may see it first; none of them raises.
+        kinds = [one.kind for one in job.ledger().faults if one.kind != "broken"]
+        assert kinds == ["died"] * len(kills.split(",")), job.story()
     return told(home / "ours")
 
 

@@ -87,7 +87,7 @@ def test_without_an_agent_it_is_plain_trainer(tmp_path: Path) -> None:
         ),
         (
             lambda home: trainer(home, kind=Unprepared),
-            "get_train_dataloader gives DataLoader: have it give a loader that its accelerator has prepared",
+            "DataLoader is no loader that accelerate has prepared",
         ),
     ],
 )

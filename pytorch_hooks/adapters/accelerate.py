@@ -1,0 +1,104 @@
+"""Hugging Face Accelerate: `ckptless.accelerate.keep(run, make)`, where `make()` prepares everything.
+
+The loop is the script's own, as it was. What Accelerate keeps besides model, optimizer and scheduler (where
+an accumulation is, a scaler) is committed with the step; the prepared loader's batches come by `run.batches`.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import torch
+from accelerate import Accelerator
+from accelerate.data_loader import DataLoaderShard
+from accelerate.optimizer import AcceleratedOptimizer
+from accelerate.scheduler import AcceleratedScheduler
+from accelerate.utils import DistributedType
+
+import ckptless
+from ckptless.daemon.protocol.errors import UsageError
+from ckptless.pytorch_hooks.adapters.prepared import Prepared
+
+# What ranks train with that ckptless renews.
+KNOWN = (DistributedType.NO, DistributedType.MULTI_CPU, DistributedType.MULTI_GPU)
+
+
+def keep(run: Any, make: Callable[[], tuple[Any, ...]]) -> tuple[Any, ...]:
+    """Return what `make()` gives: an Accelerator, then what that has prepared; once in each process.
+
+    Its first loader is the one of the training, which goes on where the step did: `for epoch in
+    range(run.epoch, epochs): for batch in loader: ...`. Others are as they were prepared. Commit after an
+    update: `if accelerator.sync_gradients: run.commit()`. To be called once in the training function, instead
+    of `run.keep`. Raises as that, and UsageError where it is given something else.
+    """
+
+    def build() -> ckptless.State:
+        made = _Made(make())
+        return ckptless.State(made=made, **made.parts)
+
+    made: _Made = run.keep(build).made
+    made.enter(run)
+    return made.things
+
+
+class _Made:
+    """What one process has made; an object of its State, for where the loop is."""
+
+    def __init__(self, things: tuple[Any, ...]) -> None:
+        if not isinstance(things, tuple) or not things or not isinstance(things[0], Accelerator):
+            raise UsageError(
+                "the function given to keep is to return an Accelerator, then what it has prepared"
+            )
+        self._accelerator: Any = things[0]
+        if self._accelerator.distributed_type not in KNOWN:
+            raise UsageError(
+                f"Accelerate with {self._accelerator.distributed_type.value} is not protected by ckptless, "
+                "which knows DDP there"
+            )
+        self._loader: Prepared | None = None
+        found: list[Any] = []
+        for one in things:
+            if isinstance(one, DataLoaderShard) and self._loader is None:
+                self._loader = Prepared(one)
+                self._loader.settle()
+                found.append(self._loader)
+            else:
+                found.append(one)
+        self.things = tuple(found)
+        self.parts = self._sorted()
+
+    def _sorted(self) -> dict[str, Any]:
+        """Return the parts of the State."""
+        kinds = {
+            "model": torch.nn.Module,
+            "optimizer": AcceleratedOptimizer,
+            "scheduler": AcceleratedScheduler,
+        }
+        parts: dict[str, Any] = {}
+        for name, kind in kinds.items():
+            those = [one for one in self.things if isinstance(one, kind)]
+            if those:
+                parts[name] = those[0] if len(those) == 1 else those
+        if "model" not in parts:
+            raise UsageError("the function given to keep returned no model that its Accelerator has prepared")
+        if self._accelerator.scaler is not None:
+            parts["scaler"] = self._accelerator.scaler
+        return parts
+
+    def enter(self, run: Any) -> None:
+        """The training function has been entered again."""
+        if self._loader is not None:
+            self._loader.run = run
+            self._loader.leave()
+
+    def state_dict(self) -> dict[str, Any]:
+        """Return where the loop is."""
+        loader = self._loader
+        return {"step": self._accelerator.step, "loader": None if loader is None else loader.state_dict()}
+
+    def load_state_dict(self, saved: dict[str, Any]) -> None:
+        """Go there."""
+        self._accelerator.step = saved["step"]
+        if self._loader is not None:
+            self._loader.load_state_dict(saved["loader"])

@@ -1,0 +1,87 @@
+"""A classifier under Accelerate: `accelerate_script.py OUT EPOCHS KILLS`, KILLS as "STEP:RANK,...".
+
+With PLAIN in the environment without ckptless. Each update's loss is written with all bits, and at the end a
+digest of the parameters. Two batches make an update, and the last of an epoch one.
+"""
+
+import contextlib
+import hashlib
+import os
+import signal
+import sys
+from pathlib import Path
+from typing import Any
+
+import torch
+from accelerate import Accelerator
+
+OUT, EPOCHS = Path(sys.argv[1]), int(sys.argv[2])
+KILLS = {tuple(map(int, one.split(":"))) for one in sys.argv[3].split(",") if one}
+# Whether to commit in the middle of an accumulation, too.
+EACH = "EACH" in os.environ
+WORKERS = int(os.environ.get("WORKERS", "0"))
+
+
+def make() -> tuple[Any, ...]:
+    accelerator = Accelerator(cpu=True, gradient_accumulation_steps=2)
+    torch.manual_seed(3)
+    model = torch.nn.Sequential(
+        torch.nn.Linear(8, 32), torch.nn.ReLU(), torch.nn.Dropout(0.1), torch.nn.Linear(32, 4)
+    )
+    optimizer = torch.optim.AdamW(model.parameters(), lr=1e-2)
+    data = torch.utils.data.TensorDataset(torch.randn(52, 8), torch.randint(0, 4, (52,)))
+    loader: Any = torch.utils.data.DataLoader(data, batch_size=4, shuffle=True, num_workers=WORKERS)
+    held: Any = torch.utils.data.DataLoader(data, batch_size=16)
+    scheduler = torch.optim.lr_scheduler.CosineAnnealingLR(optimizer, 30)
+    return accelerator, *accelerator.prepare(model, optimizer, loader, scheduler, held)
+
+
+def kill(step: int, rank: int) -> None:
+    if (step, rank) in KILLS:
+        with contextlib.suppress(FileExistsError):
+            (OUT / f"kill-{step}").touch(exist_ok=False)
+            os.kill(os.getpid(), signal.SIGKILL)
+
+
+def train(run: Any) -> None:
+    if run is None:
+        accelerator, model, optimizer, loader, scheduler, held = make()
+    else:
+        accelerator, model, optimizer, loader, scheduler, held = ckptless.accelerate.keep(run, make)
+    rank, updates = accelerator.process_index, 0 if run is None else run.step
+    for _epoch in range(0 if run is None else run.epoch, EPOCHS):
+        for x, y in loader:
+            with accelerator.accumulate(model):
+                loss = torch.nn.functional.cross_entropy(model(x), y)
+                accelerator.backward(loss)
+                kill(updates, rank)
+                optimizer.step()
+                scheduler.step()
+                optimizer.zero_grad()
+            if run is not None and EACH:
+                run.commit()
+            if accelerator.sync_gradients:
+                updates += 1
+                with (OUT / f"loss-{rank}.txt").open("a") as file:
+                    file.write(f"{updates} {float(loss).hex()} {scheduler.get_last_lr()[0].hex()}\n")
+                if run is not None and not EACH:
+                    run.commit()
+    model.eval()
+    right = 0
+    with torch.no_grad():
+        for x, y in held:
+            found, wanted = accelerator.gather_for_metrics((model(x).argmax(1), y))
+            right += int((found == wanted).sum())
+    digest = hashlib.sha256()
+    for parameter in model.parameters():
+        digest.update(parameter.detach().numpy().tobytes())
+    (OUT / f"final-{rank}.txt").write_text(f"{digest.hexdigest()} {updates} {right}\n")
+
+
+OUT.mkdir(parents=True, exist_ok=True)
+if "PLAIN" in os.environ:
+    train(None)
+else:
+    import ckptless.accelerate
+
+    ckptless.run(train)
