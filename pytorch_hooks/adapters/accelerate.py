@@ -25,12 +25,12 @@ KNOWN = (DistributedType.NO, DistributedType.MULTI_CPU, DistributedType.MULTI_GP
 
 
 def keep(run: Any, make: Callable[[], tuple[Any, ...]]) -> tuple[Any, ...]:
-    """Return what `make()` gives: an Accelerator, then what that has prepared; once in each process.
+    """Return what `make()` gives: an Accelerator, what that has prepared, and objects with a `state_dict`.
 
-    Its first loader is the one of the training, which goes on where the step did: `for epoch in
-    range(run.epoch, epochs): for batch in loader: ...`. Others are as they were prepared. Commit after an
-    update: `if accelerator.sync_gradients: run.commit()`. To be called once in the training function, instead
-    of `run.keep`. Raises as that, and UsageError where it is given something else.
+    It is called once in each process. Its first loader is the one of the training, which goes on where the
+    step did: `for epoch in range(run.epoch, epochs): for batch in loader: ...`. Others are as they were
+    prepared. Commit after an update: `if accelerator.sync_gradients: run.commit()`. To be called once in the
+    training function, instead of `run.keep`. Raises as that, and UsageError where it is given something else.
     """
 
     def build() -> ckptless.State:
@@ -84,6 +84,16 @@ class _Made:
             raise UsageError("the function given to keep returned no model that its Accelerator has prepared")
         if self._accelerator.scaler is not None:
             parts["scaler"] = self._accelerator.scaler
+        known = (*kinds.values(), Prepared, torch.utils.data.DataLoader)
+        for number, one in enumerate(self.things[1:]):
+            if isinstance(one, known):
+                continue
+            if not (hasattr(one, "state_dict") and hasattr(one, "load_state_dict")):
+                raise UsageError(
+                    f"the function given to keep returned a {type(one).__name__}, which has no state_dict "
+                    "and load_state_dict: nobody would know what of it changes in training"
+                )
+            parts[f"other_{number}"] = one
         return parts
 
     def enter(self, run: Any) -> None:

@@ -17,7 +17,7 @@ import inspect
 import json
 import random
 import sys
-from collections.abc import Callable
+from collections.abc import Callable, Container
 from typing import Any
 
 import numpy as np
@@ -39,8 +39,6 @@ HOOKS = {
     "_maybe_log_save_evaluate": "tr_loss",
     "get_batch_samples": "epoch_iterator",
 }
-# Numbers of the loop that are in no object, set to zero where it begins.
-SUMS = ("_total_loss_scalar", "_globalstep_last_logged", "_initial_global_step", "current_flos")
 # Of the accelerator: emptied where the loop begins, filled by what prepares the model.
 REGISTERED = ("_models", "_optimizers", "_schedulers")
 # Of TrainerState: grows with every line, and is the same on all ranks; is made anew.
@@ -79,6 +77,8 @@ class _Loop:
         self.batches: Prepared | None = None
         self.registered: dict[str, list[Any]] = {}
         self.saved: dict[str, Any] | None = None
+        # Names of what the Trainer has where its loop begins.
+        self.fresh: frozenset[str] | None = None
         self.random: tuple[Any, ...] | None = None
         self.eval_on_start = bool(owner.args.eval_on_start)
         # Whole epochs, steps in the one that is under way, and whether its loop is through.
@@ -93,7 +93,7 @@ class _Loop:
         return {
             "state": {name: value for name, value in state.items() if name not in NOT_KEPT},
             "control": dataclasses.asdict(owner.control),
-            "sums": {name: getattr(owner, name, 0) for name in SUMS},
+            "numbers": _plain(owner),
             "tr_loss": getattr(owner, "_tr_loss", torch.zeros(())).detach().clone(),
             "at": [self.epochs, self.steps],
             "loader": self.loader.state_dict(),
@@ -118,20 +118,27 @@ class _Loop:
         for name, value in saved["state"].items():
             setattr(owner.state, name, value)
         self.epochs, self.steps = saved["at"]
-        self.random = random.getstate(), np.random.get_state(), torch.get_rng_state()
+        if self.run.step:
+            self.random = random.getstate(), np.random.get_state(), torch.get_rng_state()
         return self.epochs, self.steps * owner.args.gradient_accumulation_steps
 
-    def put_back(self, control: Any) -> None:
-        """Have the loop's sums, its control and the callbacks be as they were at the step."""
+    def forget(self) -> None:
+        """What was restored before is another generation's."""
+        self.saved = None
+
+    def begin(self, control: Any) -> None:
+        """Have the loop's sums, its control and the callbacks be as they were at the step that is restored."""
         owner, saved = self._owner, self.saved
-        assert saved is not None
-        for name, value in saved["sums"].items():
-            setattr(owner, name, value)
+        if self.fresh is None:
+            self.fresh = frozenset(_plain(owner))
+        if saved is None:
+            return
+        _put_plain(owner, saved["numbers"], self.fresh)
         owner._tr_loss += saved["tr_loss"].to(owner._tr_loss.device)
         for name, value in saved["control"].items():
             setattr(control, name, value)
         for callback, kept in zip(owner.callback_handler.callbacks, saved["callbacks"], strict=True):
-            vars(callback).update(kept)
+            _put_plain(callback, kept)
 
     def restore_random(self) -> None:
         """Draw from now on as after the commit, whatever was drawn since; once."""
@@ -143,9 +150,20 @@ class _Loop:
             torch.set_rng_state(of_torch)
 
 
-def _plain(callback: TrainerCallback) -> dict[str, Any]:
-    """Return a callback's numbers and words, as EarlyStopping's counter; objects stay the process's own."""
-    return {name: value for name, value in vars(callback).items() if isinstance(value, _PLAIN)}
+def _plain(one: Any) -> dict[str, Any]:
+    """Return an object's numbers and words, as sums of a Trainer's loop, or the counter of EarlyStopping.
+
+    What else it has stays the process's own.
+    """
+    return {name: value for name, value in vars(one).items() if isinstance(value, _PLAIN)}
+
+
+def _put_plain(one: Any, kept: dict[str, Any], but: Container[str] = ()) -> None:
+    """Put back what `_plain` gave; what has come since goes, `but` for what the loop has set just now."""
+    for name in _plain(one).keys() - kept.keys():
+        if name not in but:
+            delattr(one, name)
+    vars(one).update(kept)
 
 
 class _Watch(TrainerCallback):
@@ -156,9 +174,7 @@ class _Watch(TrainerCallback):
 
     def on_train_begin(self, args: Any, state: Any, control: Any, **_more: Any) -> None:
         """The loop has set its sums to zero."""
-        loop = self.loop
-        if loop.run.step:
-            loop.put_back(control)
+        self.loop.begin(control)
 
     def on_epoch_begin(self, args: Any, state: Any, control: Any, **_more: Any) -> None:
         """An epoch begins, or the rest of one."""
@@ -211,14 +227,15 @@ class _Protected:
                 **({} if scaler is None else {"scaler": scaler}),
             )
 
+        loop.forget()
         loop.run.keep(build)
         for name, those in loop.registered.items():
             getattr(owner.accelerator, name)[:] = those
         loop.epochs, loop.steps, loop.per_epoch = 0, 0, per_epoch
-        if not loop.run.step:
-            owner.args.eval_on_start = loop.eval_on_start
+        # Of the first step, if it is that which is done again.
+        owner.args.eval_on_start = loop.eval_on_start and not loop.run.step
+        if loop.saved is None:
             return 0, 0
-        owner.args.eval_on_start = False
         found = loop.resume()
         owner.state.log_history = _newest(history, loop.run.step)
         return found

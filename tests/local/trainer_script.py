@@ -35,6 +35,18 @@ class Data(torch.utils.data.Dataset[Any]):
         return {"input_ids": ids, "labels": ids}
 
 
+class Counting(Trainer):
+    """A subclass with a number of its own, which is in the loss."""
+
+    seen = 0.0
+
+    def compute_loss(self, *args: Any, **words: Any) -> Any:
+        self.seen += 1.0
+        found = super().compute_loss(*args, **words)
+        scale = 1 + self.seen / 1000
+        return (found[0] * scale, *found[1:]) if isinstance(found, tuple) else found * scale
+
+
 class Tell(TrainerCallback):
     """Writes each line of log, and kills its process where it is told to, once."""
 
@@ -84,7 +96,7 @@ def make() -> Trainer:
     callbacks: list[Any] = [Tell()]
     if "PATIENCE" in os.environ:
         callbacks.append(EarlyStoppingCallback(early_stopping_patience=int(os.environ["PATIENCE"])))
-    return Trainer(model=model, args=args, train_dataset=Data(), eval_dataset=Data(), callbacks=callbacks)
+    return Counting(model=model, args=args, train_dataset=Data(), eval_dataset=Data(), callbacks=callbacks)
 
 
 def finish(trainer: Any, output: Any) -> None:

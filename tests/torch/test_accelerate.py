@@ -14,6 +14,7 @@ from accelerate import Accelerator  # where there is one
 
 import ckptless.accelerate
 from ckptless.daemon.protocol.errors import UsageError
+from ckptless.pytorch_hooks.adapters import accelerate as adapter
 from ckptless.pytorch_hooks.adapters.prepared import Prepared
 
 DATA = torch.utils.data.TensorDataset(torch.randn(16, 4))
@@ -27,6 +28,27 @@ def kept(make: Callable[[], Any]) -> Any:
     found: list[Any] = []
     ckptless.run(lambda run: found.extend(ckptless.accelerate.keep(run, make)))
     return found
+
+
+class Best:
+    """A number of the loop's own."""
+
+    def __init__(self) -> None:
+        self.best = 7.0
+
+    def state_dict(self) -> dict[str, float]:
+        """Give it."""
+        return {"best": self.best}
+
+    def load_state_dict(self, saved: dict[str, float]) -> None:
+        """Take it."""
+        self.best = saved["best"]
+
+
+def test_what_has_a_state_is_kept_too() -> None:
+    best = Best()
+    parts = adapter._Made((*prepared(), best)).parts
+    assert best in parts.values()
 
 
 def test_what_was_made_comes_back_and_its_first_loader_is_the_trainings() -> None:
@@ -47,6 +69,7 @@ def test_what_was_made_comes_back_and_its_first_loader_is_the_trainings() -> Non
         (lambda: None, "is to return an Accelerator, then what it has prepared"),
         (lambda: (torch.nn.Linear(1, 1),), "is to return an Accelerator, then what it has prepared"),
         (lambda: (Accelerator(cpu=True),), "returned no model"),
+        (lambda: (*prepared(), [1.0]), "returned a list, which has no state_dict and load_state_dict"),
         (lambda: prepared(rng_types=["torch", "generator"]), "leave rng_types out"),
         (lambda: prepared(dispatched=True), "or dispatches batches: give it to `prepare`"),
     ],
