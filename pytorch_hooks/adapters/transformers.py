@@ -127,7 +127,7 @@ class _Loop:
         self.saved = None
 
     def begin(self, control: Any) -> None:
-        """Have the loop's sums, its control and the callbacks be as at the step that is restored, if one is."""
+        """Have sums of the loop, its control and callbacks be as at the step that is restored, if any."""
         owner, saved = self._owner, self.saved
         if self.fresh is None:
             self.fresh = frozenset(_plain(owner))
