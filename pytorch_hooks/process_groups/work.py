@@ -42,13 +42,14 @@ class Early:
 
     def __init__(self, *, anew: bool) -> None:
         self.anew = anew
-        self.asked: list[str] = []
+        # What was asked for first. A script that never calls run.keep asks for more and more.
+        self.asked = ""
 
     def leaves_out(self, what: str) -> bool:
         """Whether this is not to be done, and nobody misses it: a barrier. Raises UsageError for others."""
         if "barrier" in what:
             return not self.anew
-        self.asked.append(what)
+        self.asked = self.asked or what
         if not self.anew:
             self.refuse()
         return False
@@ -57,7 +58,7 @@ class Early:
         """Raise UsageError where anything was asked for that a new process cannot have after a fault."""
         if self.asked:
             raise UsageError(
-                f"{self.asked[0]} before run.keep: after a fault a new process has nobody to talk to there. "
+                f"{self.asked} before run.keep: after a fault a new process has nobody to talk to there. "
                 "Do it in the function that run.keep is given, or behind run.keep"
             )
 
