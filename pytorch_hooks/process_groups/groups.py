@@ -158,7 +158,8 @@ class ProcessGroups:
         self._ended = -1  # the newest generation that is known to be over
         self._members: dict[str, _Member] = {}
         self._marked: tuple[frozenset[str], int] | None = None
-        self._standing: asked.Standing | None = None
+        # What a script asks torch of the groups is answered by it.
+        self.standing: asked.Standing | None = None
         self._teardown = DeferredTeardown()
 
     # -- opening
@@ -192,7 +193,7 @@ class ProcessGroups:
         kind = (
             [] if self._kind is None or self._kind.make is None else [(self._kind.device, self._kind.backend)]
         )
-        self._standing = asked.Standing(rank, world_size, NAME, {"cpu": "gloo", **dict(kind)})
+        self.standing = asked.Standing(rank, world_size, NAME, {"cpu": "gloo", **dict(kind)})
         asked.answer(_standing)
         if self._accelerators:
             reads.guard(_check_read)
@@ -607,7 +608,7 @@ def _wait_aborted(scope: Scope, deadline_s: float) -> None:
 
 
 def _standing() -> asked.Standing | None:
-    return None if ProcessGroups._current is None else ProcessGroups._current._standing
+    return None if ProcessGroups._current is None else ProcessGroups._current.standing
 
 
 def _check_read() -> None:
