@@ -43,7 +43,7 @@ def keep(run: Any, make: Callable[[], tuple[Any, ...]]) -> tuple[Any, ...]:
 
 
 class _Made:
-    """What one process has made; an object of its State, for where the loop is."""
+    """Holds what one process has made; an object of its State, for where the loop is."""
 
     def __init__(self, things: tuple[Any, ...]) -> None:
         if not isinstance(things, tuple) or not things or not isinstance(things[0], Accelerator):

@@ -24,7 +24,7 @@ class Prepared:
     Raises UsageError for another loader.
     """
 
-    def __init__(self, loader: Any, name: str = "") -> None:
+    def __init__(self, loader: Any) -> None:
         if not isinstance(loader, DataLoaderShard):
             raise UsageError(
                 f"{type(loader).__name__} is no loader that accelerate has prepared, or dispatches batches: "
@@ -40,7 +40,7 @@ class Prepared:
         self.done = 0
         # Whether this process has begun an epoch.
         self._begun = False
-        self._loader, self._name = loader, name
+        self._loader = loader
         self._rest: Iterator[Any] = iter(())
         sampler = loader.batch_sampler
         while sampler is not None and not isinstance(sampler, SeedableRandomSampler):
@@ -80,7 +80,7 @@ class Prepared:
         self._begun = True
         loader.begin()
         loader.set_epoch(loader.iteration)
-        self._rest = self.run.batches(loader.base_dataloader, name=self._name)
+        self._rest = self.run.batches(loader.base_dataloader)
         for batch in self._rest:
             self.done += 1
             # What accelerate sums up until, whatever is left over, and what it cuts off what it gathers.

@@ -123,7 +123,7 @@ class _Loop:
         return self.epochs, self.steps * owner.args.gradient_accumulation_steps
 
     def forget(self) -> None:
-        """What was restored before is another generation's."""
+        """Let go of what was restored in another generation."""
         self.saved = None
 
     def begin(self, control: Any) -> None:
@@ -190,7 +190,7 @@ class _Watch(TrainerCallback):
 
 
 class _Protected:
-    """What is laid over the class of a Trainer. `ckptless` is its loop."""
+    """Is laid over the class of a Trainer. `ckptless` is its loop."""
 
     ckptless: _Loop
 

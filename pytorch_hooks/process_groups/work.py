@@ -35,7 +35,7 @@ class Pending(Protocol):
 
 
 class Early:
-    """What a script may do before `run.keep`: all, where everybody starts anew; else nothing but meet.
+    """Says what a script may do before `run.keep`: all, where everybody starts anew; else only meet.
 
     Survivors' groups are over then, and a new process's do nothing yet: a sum would be no sum, silently.
     """

@@ -8,13 +8,12 @@ from typing import Any
 
 import pytest
 
-from .localrun import FAULTY_DEADLINE_S, HERE, Job
-from .test_torchrun import execute
+from .frameworks import RANKS, plain, protected
+from .localrun import HERE
 
 pytest.importorskip("transformers")
 
 SCRIPT = HERE / "trainer_script.py"
-RANKS = 2
 # Of 7 updates an epoch, the last with half of the batches: the first update, the last, the one after an
 # evaluation; both ranks.
 FEW = "0:1,3:1,6:0,7:1,15:0"
@@ -41,38 +40,16 @@ VARIANTS: dict[str, dict[str, Any]] = {
 }
 
 
-def told(home: Path) -> dict[str, set[str]]:
-    """What a run has left: lines of log, where a step that was done again has the same, and the ends."""
-    return {path.name: set(path.read_text().splitlines()) for path in home.glob("*.txt")}
-
-
-def plain(home: Path, steps: int, env: dict[str, str]) -> dict[str, set[str]]:
-    words = ["-m", "torch.distributed.run", "--standalone", "--nproc-per-node", RANKS]
-    execute([*words, SCRIPT, home / "plain", steps, ""], home, {**env, "PLAIN": "1"})
-    return told(home / "plain")
-
-
-def protected(home: Path, steps: int, kills: str, env: dict[str, str]) -> dict[str, set[str]]:
-    options = ["--nodes", RANKS, "--tee", "none", "--max-stall", 60]
-    with Job(home / "job", options, [SCRIPT, home / "ours", steps, kills], env) as job:
-        job.ended(0, FAULTY_DEADLINE_S)
-        # Survivors may see it first; none of them raises.
-        kinds = [one.kind for one in job.ledger().faults if one.kind != "broken"]
-        assert kinds == ["died"] * len(kills.split(",")), job.story()
-    return told(home / "ours")
-
-
 @pytest.mark.parametrize("variant", VARIANTS)
 def test_a_trainer_that_is_killed_ends_as_plain_trainer_does(tmp_path: Path, variant: str) -> None:
     env = {"ARGUMENTS": json.dumps(VARIANTS[variant]), "TOKENIZERS_PARALLELISM": "false"}
     if variant == "stops":
         env["PATIENCE"] = "2"
-    expected = plain(tmp_path, 24, env)
-    assert len(expected) == 2 * RANKS
-    assert protected(tmp_path, 24, FEW if variant != "stops" else "3:1,6:0,11:1", env) == expected
+    expected = plain(SCRIPT, tmp_path, 24, env)
+    assert protected(SCRIPT, tmp_path, 24, FEW if variant != "stops" else "3:1,6:0,11:1", env) == expected
 
 
 @pytest.mark.slow
 def test_twenty_kills(tmp_path: Path) -> None:
     kills = ",".join(f"{2 * n + 1}:{n % RANKS}" for n in range(20))
-    assert protected(tmp_path, 44, kills, {}) == plain(tmp_path, 44, {})
+    assert protected(SCRIPT, tmp_path, 44, kills, {}) == plain(SCRIPT, tmp_path, 44, {})

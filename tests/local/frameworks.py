@@ -1,0 +1,36 @@
+"""Runs a script of a framework plain under torchrun, and killed under ckptless-run; what each leaves."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+from .localrun import FAULTY_DEADLINE_S, Job
+from .test_torchrun import execute
+
+RANKS = 2
+Told = dict[str, set[str]]
+
+
+def told(home: Path) -> Told:
+    """Return the lines that a run has left, by file; a step that is done again has the same ones."""
+    return {path.name: set(path.read_text().splitlines()) for path in home.glob("*.txt")}
+
+
+def plain(script: Path, home: Path, size: int, env: dict[str, str]) -> Told:
+    """Run it without ckptless and without faults; PLAIN in its environment says so."""
+    words = ["-m", "torch.distributed.run", "--standalone", "--nproc-per-node", RANKS]
+    execute([*words, script, home / "plain", size, ""], home, {**env, "PLAIN": "1"})
+    found = told(home / "plain")
+    assert len(found) == 2 * RANKS
+    return found
+
+
+def protected(script: Path, home: Path, size: int, kills: str, env: dict[str, str]) -> Told:
+    """Run it with processes killed at "STEP:RANK,..."; nothing else may count as a fault."""
+    options = ["--nodes", RANKS, "--tee", "none", "--max-stall", 60]
+    with Job(home / "job", options, [script, home / "ours", size, kills], env) as job:
+        job.ended(0, FAULTY_DEADLINE_S)
+        # Survivors may see it first; none of them raises.
+        kinds = [one.kind for one in job.ledger().faults if one.kind != "broken"]
+        assert kinds == ["died"] * len(kills.split(",")), job.story()
+    return told(home / "ours")
