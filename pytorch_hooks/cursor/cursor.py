@@ -102,6 +102,10 @@ class Cursors:
         """See Cursor."""
         return self._named.setdefault(name, self._new()).batches(loader, epochs)
 
+    def end_epoch(self, name: str) -> None:
+        """See Cursor."""
+        self._named.setdefault(name, self._new()).end_epoch()
+
     def committed(self) -> dict[str, Any]:
         """All positions, for the record."""
         return {name: cursor.committed() for name, cursor in self._named.items()}
@@ -207,6 +211,11 @@ class Cursor:
         for _ in range(epochs):
             yield from self._rest_of_epoch(loader)
             self.position = LoaderPosition(epoch=self.position.epoch + 1)
+
+    def end_epoch(self) -> None:
+        """Leave out what the epoch has beyond the position: the next batch is the next epoch's first."""
+        self._iterator, self._epoch_end = None, None
+        self.position = LoaderPosition(epoch=self.position.epoch + 1)
 
     def _rest_of_epoch(self, loader: Iterable[Any]) -> Iterator[Any]:
         if self._is_epoch_end():

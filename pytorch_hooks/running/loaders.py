@@ -80,6 +80,10 @@ class Loaders:
             self._feed(loader, name)
         return self._cursors.batches(loader, epochs, name)
 
+    def end_epoch(self, name: str) -> None:
+        """See Run.end_epoch."""
+        self._cursors.end_epoch(name)
+
     def _feed(self, loader: Any, name: str) -> None:
         """Have it take its batches from the ring; the one that had this name before does not any more."""
         if name in self._fed:

@@ -11,14 +11,14 @@ from typing import Any, Literal, NoReturn
 import torch
 
 from ckptless.daemon.protocol import messages as m
-from ckptless.daemon.protocol.errors import NoRoomError, StateUnavailableError
+from ckptless.daemon.protocol.errors import NoRoomError, StateUnavailableError, UsageError
 from ckptless.pytorch_hooks import env
 from ckptless.pytorch_hooks.agent_session.session import Session
 from ckptless.pytorch_hooks.commit.cadence import Cadence, checked
 from ckptless.pytorch_hooks.commit.copying import Wanted, checked_overlap
 from ckptless.pytorch_hooks.devices import accelerator
 from ckptless.pytorch_hooks.elastic.exact import Exact
-from ckptless.pytorch_hooks.errors import CollectiveFailed, DeviceLost, GenerationEnded
+from ckptless.pytorch_hooks.errors import CollectiveFailed, GenerationEnded, ProcessUnfit
 from ckptless.pytorch_hooks.process_groups.groups import ProcessGroups
 from ckptless.pytorch_hooks.running import standalone
 from ckptless.pytorch_hooks.running.training import COLLECTIVE_TIMEOUT, Run
@@ -30,8 +30,8 @@ logger = logging.getLogger(__name__)
 CAUSE_LIMIT = 500
 # How long a process that died may hold its device's memory.
 MEMORY_DEADLINE_S = 10.0
-# The exit code of a rank whose device is lost: sysexits(3) EX_OSERR.
-EXIT_DEVICE_LOST = 71
+# The exit code of a rank that only another process can take: sysexits(3) EX_OSERR.
+EXIT_UNFIT = 71
 
 
 def run(  # noqa: PLR0913  # what a user may say, by keywords
@@ -94,6 +94,9 @@ class _Worker:
         hooks: UserHooks,
     ) -> None:
         self._train = train
+        # What the training function has given to `Run.repeat`, and whether all ranks are through with it.
+        self._body: Callable[[], object] | None = None
+        self._over = False
         self._random = rng.capture()
         self._session = Session(socket_name)
         page = self._session.page
@@ -104,6 +107,7 @@ class _Worker:
             self._groups.aborts.append(hooks.abort)
         cadence = Cadence(self._groups, *commits)
         self._run = Run(self._session, self._groups, cadence, overlap, train, hooks)
+        self._run.on_repeat = self._repeat
         self._session.on_stop = self._stop
 
     def be_exact(self, exact: Exact | None) -> None:
@@ -125,7 +129,8 @@ class _Worker:
         try:
             if env.read().rank < 0:
                 self._warm()
-            self._generations()
+            self._generations(0)
+            self._run.close()
         except BaseException:
             # The script ends itself (sys.exit, Ctrl-C): no thread is left waiting for it.
             if self._groups.on_device:
@@ -139,56 +144,80 @@ class _Worker:
         """A spare makes ready what it may need."""
         try:
             self._run.warm()
-        except DeviceLost as lost:
-            self._end_with_device(lost)
+        except ProcessUnfit as unfit:
+            self._end_unfit(unfit)
 
-    def _generations(self) -> None:
-        generation = 0
+    def _generations(self, generation: int) -> None:
+        """Take part in all generations that come after this one, until the job is done."""
         while (part := self._session.wait_assigned(after=generation)) is not None:
             generation = part.generation
             cause = self._generation(part)
             if cause is None:
                 break
             self._session.send(m.Left(generation=generation, cause=cause))
-        self._run.close()
 
-    def _generation(self, part: m.Assigned) -> m.Cause | None:
+    def _repeat(self, part: m.Assigned, body: Callable[[], object]) -> None:
+        """See Run.repeat: the rest of this generation, and all that follow. Raises UsageError."""
+        if self._body is not None:
+            raise UsageError("run.repeat was called twice: what it is given is called again after each fault")
+        self._body = body
+        cause = self._generation(part, entered=True)
+        if cause is not None:
+            self._session.send(m.Left(generation=part.generation, cause=cause))
+            self._generations(part.generation)
+        self._over = True
+
+    def _generation(self, part: m.Assigned, *, entered: bool = False) -> m.Cause | None:
         """One call of the training function; None when the job is done, or why it was left."""
         try:
-            return self._call(part)
-        except DeviceLost as lost:
-            self._end_with_device(lost)
+            return self._call(part, entered=entered)
+        except ProcessUnfit as unfit:
+            self._end_unfit(unfit)
 
-    def _call(self, part: m.Assigned) -> m.Cause | None:
-        """See `_generation`. Raises DeviceLost."""
+    def _enter(self, part: m.Assigned) -> None:
+        """Begin a generation. Raises ProcessUnfit where what this process has set up is not for that."""
+        if self._body is not None and not self._run.goes_on_in(part):
+            raise ProcessUnfit("it has been trained on what it has set up, and the job begins anew")
+        if part.restore_step is None:
+            rng.restore(self._random)
+        self._run.enter(part)
+
+    def _call(self, part: m.Assigned, *, entered: bool) -> m.Cause | None:
+        """See `_generation`. Raises ProcessUnfit."""
         try:
-            if part.restore_step is None:
-                rng.restore(self._random)
-            self._run.enter(part)
-            self._train(self._run)
-            self._run.finish()
+            if not entered:
+                self._enter(part)
+            if self._body is None:
+                self._train(self._run)
+            else:
+                self._body()
+            if not self._over:
+                self._run.finish()
         except GenerationEnded as end:
             return self._left(m.Cause(kind="stop", text=str(end)), end)
         except CollectiveFailed as failure:
             return self._left(m.Cause(kind="broken", text=_shorten(str(failure))), failure)
         except NoRoomError as refusal:
             return self._left(m.Cause(kind="no-room", text=_shorten(str(refusal))), refusal)
-        except Exception as error:  # noqa: BLE001  # whatever the user's code raises is a fault to report
+        except Exception as error:
+            if self._over:
+                raise
+            # Whatever the user's code raises is a fault to report.
             return self._left(self._blame(part, error), error)
         return None
 
-    def _end_with_device(self, lost: DeviceLost) -> NoReturn:
+    def _end_unfit(self, unfit: ProcessUnfit) -> NoReturn:
         """End this process: another one is needed, and threads that are stuck in the device are left so."""
-        self._session.send(m.Note(level="error", kind="device-lost", text=_shorten(str(lost))))
-        sys.stderr.write(f"ckptless: this process ends: {lost}\n")
+        self._session.send(m.Note(level="error", kind=unfit.kind, text=_shorten(str(unfit))))
+        sys.stderr.write(f"ckptless: this process ends: {unfit}\n")
         sys.stdout.flush()
         sys.stderr.flush()
-        os._exit(EXIT_DEVICE_LOST)
+        os._exit(EXIT_UNFIT)
 
     def _blame(self, part: m.Assigned, error: Exception) -> m.Cause:
         """An error that is only a consequence of the end of the generation is nobody's fault.
 
-        Raises DeviceLost where the device is not sound: after an error that sticks no call works here.
+        Raises ProcessUnfit where the device is not sound: after an error that sticks no call works here.
         """
         # Before `keep` the groups of a survivor still stand, aborted, in the generation before.
         entered = self._groups.generation == part.generation

@@ -23,7 +23,7 @@ class StandaloneRun:
     """A `Run` where nobody watches: nothing is written, nothing is waited for."""
 
     generation = 1
-    spare = False
+    spare = joins = False
 
     def __init__(self, exact: Exact | None = None) -> None:
         found = env.read()
@@ -65,6 +65,17 @@ class StandaloneRun:
             self._exact_steps = ExactSteps(self._exact, state, share, lambda: self.step)
             begin(self._exact)
         return state
+
+    def building(self) -> None:
+        """See Run; nobody is refused anything here."""
+
+    def repeat(self, body: Callable[[], object]) -> None:
+        """See Run; it is called once."""
+        body()
+
+    def end_epoch(self, name: str = "") -> None:
+        """See Run."""
+        self._cursor.end_epoch(name)
 
     def compare(self, where: str = "") -> None:
         """See Run; nothing is compared here."""

@@ -142,6 +142,8 @@ class Run:
         self._step = self._saved = self._built_at = 0
         self._on_recovery: list[Callable[[Run], None]] = []
         self._on_resize: list[Callable[[Run, int, int], None]] = []
+        # See `repeat`; for what calls the training function.
+        self.on_repeat: Callable[[m.Assigned, Callable[[], object]], None] | None = None
         self._was_spare = False
         self._aftermath = False
         self.waited_s = 0.0
@@ -244,6 +246,11 @@ class Run:
         return self._was_spare
 
     @property
+    def joins(self) -> bool:
+        """Whether this process is new in a job that goes on: what it builds is overwritten by `keep`."""
+        return self._built is None and self._assigned.restore_step is not None
+
+    @property
     def has_state(self) -> bool:
         """Whether `keep` has given the state in this generation."""
         return self._has_state
@@ -274,7 +281,28 @@ class Run:
         """
         self._on_resize.append(function)
 
+    def building(self) -> None:
+        """Say that what comes from here on, until `keep`, belongs to what builds the state.
+
+        So that groups may be made, and collectives be used, as in the function given to `keep`. In a process
+        that `joins` they do nothing, and what they were to fill stays as it was.
+        """
+        self._groups.end_early()
+
+    def repeat(self, body: Callable[[], object]) -> None:
+        """Call `body`, and after each fault that again, not the whole training function.
+
+        `body` is to call `keep`. Returns when it has returned on all ranks: what follows is done once, and is
+        not protected. A process that would have to build anew is replaced. Raises UsageError.
+        """
+        assert self.on_repeat is not None
+        self.on_repeat(self._assigned, body)
+
     # ------------------------------------------------------------------------------------- enter
+
+    def goes_on_in(self, part: m.Assigned) -> bool:
+        """Return whether what this process has built is of use there."""
+        return part.restore_step is not None and part.cut == self._cut
 
     def enter(self, part: m.Assigned) -> None:
         """Begin a generation: what `ckptless.run` does before it calls the training function."""
@@ -610,6 +638,14 @@ class Run:
         """
         with self._page.phase(name, up_to):
             yield
+
+    def end_epoch(self, name: str = "") -> None:
+        """Have `batches` begin the next epoch of a loader, though this one may have more batches.
+
+        An iterator that `batches` has given before is not to be used any more.
+        """
+        self._need_state("end_epoch")
+        self.loaders.end_epoch(name)
 
     # ------------------------------------------------------------------------------------ commit
 

@@ -6,6 +6,7 @@ from collections.abc import Callable, Iterable, Iterator, Sequence
 from typing import Any
 
 import torch
+from torch.nn.parallel import DistributedDataParallel
 
 from ckptless.pytorch_hooks.devices.arrival import Arrival
 
@@ -32,6 +33,20 @@ def storage(tensor: torch.Tensor) -> int:
     """Give where the memory begins that this rank's part of a tensor lies in; 0 where it has none."""
     part = local(tensor)
     return 0 if part.is_meta else part.untyped_storage().data_ptr()
+
+
+def syncs_buffers(module: torch.nn.Module) -> bool:
+    """Return whether a DDP gives all ranks the first one's buffers next (`require_forward_param_sync`).
+
+    It does not where the forward pass before was under `no_sync()`.
+    """
+    return isinstance(module, DistributedDataParallel) and module.require_forward_param_sync
+
+
+def sync_buffers(module: torch.nn.Module, will: bool) -> None:
+    """Have a DDP do so or not; of another module nothing."""
+    if isinstance(module, DistributedDataParallel):
+        module.require_forward_param_sync = will
 
 
 def parameters_of(module: torch.nn.Module) -> dict[str, torch.Tensor | None]:

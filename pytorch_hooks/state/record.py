@@ -64,6 +64,8 @@ class _Record(msgspec.Struct, forbid_unknown_fields=True):
     layout: bytes
     catalog: bytes
     training: _Flags
+    # Of a DDP: whether its next forward pass gives all ranks the buffers of the first.
+    syncs: _Flags
     requires_grad: _Flags
     grads: _Flags
     buffers: bytes
@@ -144,6 +146,7 @@ def draft(
         layout=tensors.planned.packed,
         catalog=tensors.catalog,
         training=_flags(module.training for _prefix, module in tree_of(state).modules()),
+        syncs=_flags(private.syncs_buffers(module) for _prefix, module in tree_of(state).modules()),
         requires_grad=_flags(p.requires_grad for p in parameters),
         grads=_flags(p.grad is not None for p in parameters),
         buffers=b"",
@@ -212,7 +215,7 @@ def branch(mine: bytes, other: bytes | None, state: State, number: int) -> None:
 
 
 # What an object of the script's tells need not be the same each time that it is asked.
-_AGAIN = ("layout", "training", "requires_grad", "grads", "buffers", "optimizers", "data", "rng")
+_AGAIN = ("layout", "training", "syncs", "requires_grad", "grads", "buffers", "optimizers", "data", "rng")
 
 
 def differing(one: bytes, other: bytes) -> str | None:
@@ -325,6 +328,7 @@ def _check_fit(record: _Record, state: State) -> dict[str, optim.OptimizerTree]:
     parameters = sum(1 for _ in every_parameter(state))
     for flags, count in (
         (record.training, modules),
+        (record.syncs, modules),
         (record.requires_grad, parameters),
         (record.grads, parameters),
     ):
@@ -378,10 +382,11 @@ def _bits(flags: _Flags) -> Callable[[int], bool]:
 
 
 def _restore_flags(record: _Record, state: State) -> None:
-    training = _bits(record.training)
+    training, syncs = _bits(record.training), _bits(record.syncs)
     for index, (_prefix, module) in enumerate(tree_of(state).modules()):
         # Not by train(): models override it, to keep a part frozen.
         module.training = training(index)
+        private.sync_buffers(module, syncs(index))
     requires_grad, grads = _bits(record.requires_grad), _bits(record.grads)
     for index, (_name, parameter) in enumerate(every_parameter(state)):
         if parameter.requires_grad != requires_grad(index):

@@ -176,6 +176,9 @@ class SecondLook:
             **parts.optimizers,
             "State": self._state,
         }
+        # An adapter's object has a framework's state, which is reached from the model.
+        for name, one in parts.stateful.items():
+            objects |= {f"{name} {n}": other for n, other in enumerate(getattr(one, "ckptless_covers", ()))}
         modules = {f"m:{prefix}": module for prefix, module in tree_of(self._state).modules()}
         given = {id(one): one for one in (*objects.values(), *modules.values()) if type(one) not in _PLAIN}
         return {**self._names, **given, **parts.own}

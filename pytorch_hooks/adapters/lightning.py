@@ -1,0 +1,409 @@
+"""Lightning's Trainer: `Trainer(strategy="ckptless_ddp")`, or `ckptless.lightning.DDPStrategy(...)`.
+
+`fit` sets up once in each process: that is what builds the State. Its loop is what comes again after a fault,
+in the process that lives with the objects that it has. A step is committed between two batches, when its logs
+and its validation are over; of an epoch's last step when the epoch's own are. Without an agent around it
+these are Lightning's own strategies.
+
+Stands on what is not public in Lightning (2.5 to 2.6): `HOOKS` has it, and a release in which some of it has
+moved is refused before the first step.
+"""
+
+from __future__ import annotations
+
+import inspect
+import os
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+import lightning.pytorch as pl
+import torch
+from lightning.fabric.utilities.data import _set_sampler_epoch
+from lightning.pytorch import callbacks, loggers, strategies
+from lightning.pytorch.loops import fit_loop, training_epoch_loop
+from lightning.pytorch.loops.loop import _Loop
+from lightning.pytorch.loops.progress import _BaseProgress
+from lightning.pytorch.strategies.launchers.launcher import _Launcher
+from lightning.pytorch.trainer.states import TrainerFn
+
+import ckptless
+from ckptless.daemon.protocol.errors import UsageError
+from ckptless.pytorch_hooks import env
+from ckptless.pytorch_hooks.adapters.lightning_metrics import Metrics
+from ckptless.pytorch_hooks.errors import ProcessUnfit
+
+FIT, EPOCH = fit_loop._FitLoop, training_epoch_loop._TrainingEpochLoop
+# What is called, replaced on an instance, or read.
+HOOKS: dict[type, str] = {
+    FIT: "run setup_data on_run_start on_advance_start advance on_advance_end on_iteration_done on_run_end done",
+    EPOCH: "reset on_advance_end done global_step _should_accumulate",
+    pl.Trainer: "_run_stage",
+    strategies.Strategy: "_configure_launcher process_dataloader",
+}
+VERSIONS = "use Lightning 2.5 to 2.6"
+# Of callbacks: a clock of this machine.
+NOT_KEPT = frozenset({"_last_time_checked"})
+_PLAIN = (int, float, str, bool, type(None))
+_END = object()
+
+
+class _Protecting(strategies.ParallelStrategy):  # type: ignore[misc]
+    """Is mixed into a strategy of Lightning's; `options` are those of `ckptless.run`."""
+
+    options: dict[str, Any]
+    fit: _Fit | None = None
+
+    def _configure_launcher(self) -> None:
+        if env.read().agent_socket is None:
+            super()._configure_launcher()
+        else:
+            self._launcher = _Inside(self)
+
+    def barrier(self, *args: Any, **words: Any) -> None:
+        """As Lightning's, but for what one process does alone."""
+        if self.fit is None or not self.fit.alone:
+            super().barrier(*args, **words)
+
+    def broadcast(self, obj: Any, src: int = 0) -> Any:
+        """As Lightning's; a process that takes a rank in the middle of a job has what the others have."""
+        if self.fit is not None and self.fit.alone:
+            return obj
+        return super().broadcast(obj, src)
+
+    def reduce(self, tensor: Any, *args: Any, **words: Any) -> Any:
+        """As `broadcast`."""
+        if self.fit is not None and self.fit.alone:
+            return tensor
+        return super().reduce(tensor, *args, **words)
+
+    def process_dataloader(self, dataloader: object) -> object:
+        """Have the training's loader go on where the step did."""
+        found = super().process_dataloader(dataloader)
+        if self.fit is None or not self.fit.trainer.training:
+            return found
+        return _Batches(self.fit.run, found)
+
+
+class DDPStrategy(_Protecting, strategies.DDPStrategy):  # type: ignore[misc]
+    """Lightning's DDPStrategy; `commit_every`, `commit_budget` and `overlap` are those of `ckptless.run`."""
+
+    def __init__(
+        self, *args: Any, commit_every: Any = 1, commit_budget: float = 0.01, overlap: Any = "off", **words: Any
+    ) -> None:
+        super().__init__(*args, **words)
+        self.options = {"commit_every": commit_every, "commit_budget": commit_budget, "overlap": overlap}
+
+
+class ModelParallelStrategy(_Protecting, strategies.ModelParallelStrategy):  # type: ignore[misc]
+    """Lightning's ModelParallelStrategy (FSDP2), as DDPStrategy here."""
+
+    def __init__(
+        self, *args: Any, commit_every: Any = 1, commit_budget: float = 0.01, overlap: Any = "off", **words: Any
+    ) -> None:
+        super().__init__(*args, **words)
+        self.options = {"commit_every": commit_every, "commit_budget": commit_budget, "overlap": overlap}
+
+
+strategies.StrategyRegistry.register("ckptless_ddp", DDPStrategy, "DDP that outlives its processes")
+strategies.StrategyRegistry.register("ckptless_fsdp2", ModelParallelStrategy, "FSDP2 that outlives its processes")
+
+
+class _Inside(_Launcher):  # type: ignore[misc]
+    """Runs `fit` inside of `ckptless.run`, and inside of the handler in which Lightning ends a Trainer."""
+
+    is_interactive_compatible = False
+
+    def __init__(self, strategy: Any) -> None:
+        self._strategy = strategy
+
+    def launch(self, function: Callable[..., Any], *args: Any, trainer: Any = None, **words: Any) -> Any:
+        """Call it. Raises UsageError where that cannot be protected."""
+        if trainer is None or trainer.state.fn != TrainerFn.FITTING:
+            if self._strategy.fit is None:
+                raise UsageError("under ckptless the first call of a Trainer is to be fit: there are no groups yet")
+            return function(*args, **words)
+        if self._strategy.fit is not None:
+            raise UsageError("Trainer.fit was called twice: under ckptless a process trains once")
+        _refuse(trainer)
+
+        def train(run: Any) -> None:
+            if self._strategy.fit is not None:
+                raise ProcessUnfit("a fault came while it was set up")
+            self._strategy.fit = _Fit(self._strategy, trainer, run)
+            run.building()
+            function(*args, **words)
+
+        ckptless.run(train, **self._strategy.options)
+
+    def kill(self, signum: Any) -> None:
+        """Nothing: the agent ends processes."""
+
+
+class _Batches:
+    """A loader whose batches come by `run.batches`; else it is that loader."""
+
+    def __init__(self, run: Any, loader: Any) -> None:
+        vars(self).update(_run=run, _loader=loader)
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self._loader, name)
+
+    def __setattr__(self, name: str, value: Any) -> None:
+        setattr(self._loader, name, value)
+
+    def __len__(self) -> int:
+        return len(self._loader)
+
+    def __iter__(self) -> Iterator[Any]:
+        yield from self._run.batches(self._loader)
+
+
+class _Fit:
+    """One `fit` of a process, over all generations; an object of its State, for where the loops are."""
+
+    def __init__(self, strategy: Any, trainer: Any, run: Any) -> None:
+        self.trainer, self.run = trainer, run
+        # What it has the state of, for who looks whether all that changes is in the State.
+        self.ckptless_covers = (trainer,)
+        # While only this process does what it does: the others have done it before.
+        self.alone = bool(run.joins)
+        self._strategy = strategy
+        self._metrics = Metrics(trainer)
+        self._saved: dict[str, Any] | None = None
+        self._begun = False
+        # What Lightning patches for each call, and a fault may leave so.
+        self._forward: Any = None
+        # Updates that were done when it was committed.
+        self._committed = 0
+        self._stage = trainer._run_stage
+        trainer._run_stage = lambda: run.repeat(self._body)
+        self._watch()
+        strategy.set_world_ranks()
+        self._keep_loggers()
+
+    @property
+    def _fit(self) -> Any:
+        return self.trainer.fit_loop
+
+    @property
+    def _epoch(self) -> Any:
+        return self.trainer.fit_loop.epoch_loop
+
+    # ------------------------------------------------------------------------------------ the loop
+
+    def _body(self) -> None:
+        """The loop, from the agreed step on."""
+        again, self._begun, joins = self._begun, True, self.run.joins
+        if again and not joins:
+            self._leave()
+        self.run.keep(self._build)
+        self.alone = False
+        if self._saved is None:
+            self._stage()
+            return
+        if not self.run.step:
+            # Again from the begin, where all set their data up together.
+            self._fit._combined_loader = self._epoch.val_loop._combined_loader = None
+            self._put_back()
+            self._stage()
+            return
+        if not again and not joins:
+            # From a disk.
+            self._set_up_data()
+        self._put_back()
+        self._rest()
+
+    def _build(self) -> ckptless.State:
+        """Return what `fit` has set up; of a process that joins, all that comes before a batch, too."""
+        if self.alone:
+            self._set_up_data()
+        self._forward = vars(self.trainer.lightning_module).get("forward")
+        strategy = self._strategy
+        parts: dict[str, Any] = {"model": strategy.model, "optimizer": list(strategy.optimizers)}
+        if strategy.lr_scheduler_configs:
+            parts["scheduler"] = [one.scheduler for one in strategy.lr_scheduler_configs]
+        if getattr(self.trainer.precision_plugin, "scaler", None) is not None:
+            parts["scaler"] = self.trainer.precision_plugin.scaler
+        for number, callback in enumerate(self.trainer.callbacks):
+            for name, value in vars(callback).items():
+                if isinstance(value, torch.nn.Module):
+                    parts[f"callback_{number}_{name}"] = value
+        return ckptless.State(**parts, fit=self)
+
+    def _set_up_data(self) -> None:
+        """Do what comes before the first batch."""
+        self._fit.setup_data()
+        self._fit.on_run_start()
+        self._set_up_validation()
+
+    def _set_up_validation(self) -> None:
+        """Have the loader for validation: those that have evaluated do."""
+        loop = self._epoch.val_loop
+        if self.trainer.enable_validation and loop._combined_loader is None:
+            self.trainer.validating = True
+            loop.setup_data()
+            self.trainer.training = True
+
+    def _leave(self) -> None:
+        """Undo what a fault has cut off half-way."""
+        module = self.trainer.lightning_module
+        self.trainer.training = True
+        module._current_fx_name = None
+        vars(module).pop("forward", None)
+        if self._forward is not None:
+            vars(module)["forward"] = self._forward
+        for parameter, needs in module._param_requires_grad_state.items():
+            parameter.requires_grad = needs
+        module._param_requires_grad_state = {}
+        torch.set_grad_enabled(True)
+        self.alone = True
+        self._set_up_validation()
+
+    def _rest(self) -> None:
+        """Run the fit loop's rest, as its `run` does; maybe from the middle of an epoch on."""
+        fit, progress = self._fit, self._fit.epoch_progress.current
+        cut = progress.ready > progress.processed
+        iter(fit._data_fetcher)
+        with torch.autograd.set_detect_anomaly(self.trainer._detect_anomaly):
+            while cut or not fit.done:
+                try:
+                    if cut:
+                        self._rest_of_epoch()
+                    else:
+                        fit.on_advance_start()
+                        fit.advance()
+                    fit.on_advance_end()
+                except StopIteration:
+                    break
+                finally:
+                    fit.on_iteration_done()
+                cut = False
+            fit._restarting = False
+            fit.on_run_end()
+
+    def _rest_of_epoch(self) -> None:
+        for loader in self._fit._combined_loader.flattened:
+            _set_sampler_epoch(loader, self._fit.epoch_progress.current.processed)
+        # Or it would count from the epoch's begin.
+        self._epoch.reset = lambda: None
+        try:
+            self._fit.advance()
+        finally:
+            del self._epoch.reset
+
+    # ------------------------------------------------------------------------------------- commit
+
+    def _watch(self) -> None:
+        """Commit where the loops are between two batches."""
+        fit, epoch = self._fit, self._epoch
+        batch_over, epoch_over = epoch.on_advance_end, fit.on_advance_end
+
+        def on_batch_over(fetcher: Any) -> None:
+            batch_over(fetcher)
+            if not epoch._should_accumulate() and not epoch.done:
+                self._commit()
+
+        def on_epoch_over() -> None:
+            epoch_over()
+            self.run.end_epoch()
+            self._commit()
+
+        epoch.on_advance_end, fit.on_advance_end = on_batch_over, on_epoch_over
+
+    def _commit(self) -> None:
+        """Commit, if there was an update: of a step without one there is nothing to go back to."""
+        if self._epoch.global_step != self._committed:
+            self._committed = self._epoch.global_step
+            self.run.commit()
+
+    def state_dict(self) -> dict[str, Any]:
+        """Return where the loops are, and what metrics and callbacks have."""
+        trainer = self.trainer
+        return {
+            "loops": {path: _plain(one) for path, one in _holders(self._fit, "fit")},
+            "seen": dict(self._epoch.val_loop._seen_batches_per_dataloader),
+            "should_stop": trainer.should_stop,
+            "metrics": self._metrics.state_dict(),
+            "callbacks": [(_plain(one), one.state_dict()) for one in trainer.callbacks],
+            "data": None if trainer.datamodule is None else trainer.datamodule.state_dict(),
+        }
+
+    def load_state_dict(self, saved: dict[str, Any]) -> None:
+        """Take it; it is put back once all the rest is."""
+        self._saved = saved
+
+    def _put_back(self) -> None:
+        trainer, saved = self.trainer, self._saved
+        assert saved is not None
+        for path, one in _holders(self._fit, "fit"):
+            vars(one).update(saved["loops"][path])
+        self._epoch.val_loop._seen_batches_per_dataloader.update(saved["seen"])
+        trainer.should_stop = saved["should_stop"]
+        self._metrics.load_state_dict(saved["metrics"])
+        for one, (plain, state) in zip(trainer.callbacks, saved["callbacks"], strict=True):
+            vars(one).update(plain)
+            # Its clock goes on.
+            if state and not isinstance(one, callbacks.Timer):
+                one.load_state_dict(state)
+        if trainer.datamodule is not None and saved["data"]:
+            trainer.datamodule.load_state_dict(saved["data"])
+        # By id, of the process that has committed it.
+        trainer.lightning_module._metric_attributes = None
+        self._committed = self._epoch.global_step
+
+    # ------------------------------------------------------------------------------------- loggers
+
+    def _keep_loggers(self) -> None:
+        """Have all processes that rank 0 may ever be log to one folder, and none begin it anew."""
+        for one in self.trainer.loggers:
+            chosen = getattr(one, "_version", "") is None
+            if chosen:
+                # As Lightning does under Slurm: the job's, not the next one that is free.
+                one._version = f"version_{os.environ['TORCHELASTIC_RUN_ID']}"
+            if (chosen or self.alone) and isinstance(one, loggers.CSVLogger) and self.trainer.is_global_zero:
+                _go_on(one)
+
+
+def _go_on(logger: Any) -> None:
+    """Have a CSVLogger add to its file, which it deletes where it begins."""
+    file = Path(logger.log_dir) / "metrics.csv"
+    aside = file.with_suffix(".kept")
+    if file.exists():
+        file.replace(aside)
+        writer = logger.experiment
+        aside.replace(file)
+        with file.open() as lines:
+            writer.metrics_keys = lines.readline().rstrip().split(",")
+
+
+def _holders(loop: Any, path: str) -> Iterator[tuple[str, Any]]:
+    """Give a loop, the loops in it, and what they count in, by path."""
+    yield path, loop
+    for name, value in vars(loop).items():
+        if isinstance(value, (_Loop, _BaseProgress)):
+            yield from _holders(value, f"{path}.{name}")
+
+
+def _plain(one: Any) -> dict[str, Any]:
+    """Return an object's numbers and words; what else it has stays the process's own."""
+    return {
+        name: value for name, value in vars(one).items() if type(value) in _PLAIN and name not in NOT_KEPT
+    }
+
+
+def _refuse(trainer: Any) -> None:
+    """Raise UsageError where a Trainer is not one that ckptless knows."""
+    for kind, names in HOOKS.items():
+        for name in names.split():
+            if inspect.getattr_static(kind, name, None) is None:
+                raise UsageError(f"Lightning's {kind.__name__}.{name} is gone: {VERSIONS}")
+    cannot = {
+        "reload_dataloaders_every_n_epochs": bool(trainer.reload_dataloaders_every_n_epochs),
+        "barebones": trainer.barebones,
+        "layers that are synchronized (sync_batchnorm)": False,
+    }
+    for what, is_so in cannot.items():
+        if is_so:
+            raise UsageError(f"a Trainer with {what} is not protected by ckptless: train without it")
