@@ -29,16 +29,8 @@ class FrozenChanged(StateMoved):
     """The same of a tensor that was frozen, so that it was not copied again: it had changed unseen."""
 
 
-class ProcessUnfit(BaseException):
-    """This process cannot go on, and another one in its place may.
+class DeviceLost(BaseException):
+    """This process's accelerator cannot be used any more by it: only another process may mend that.
 
-    Not an `Exception`, as `GenerationEnded` is not. `kind`: the word for it in the ledger.
+    Not an `Exception`, as `GenerationEnded` is not.
     """
-
-    kind = "process-unfit"
-
-
-class DeviceLost(ProcessUnfit):
-    """Its accelerator cannot be used any more by it."""
-
-    kind = "device-lost"

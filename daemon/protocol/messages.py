@@ -60,6 +60,7 @@ from ckptless.daemon.protocol.model import Pace as Pace
 from ckptless.daemon.protocol.model import Phase as Phase
 from ckptless.daemon.protocol.model import Place as Place
 from ckptless.daemon.protocol.model import Replaced as Replaced
+from ckptless.daemon.protocol.model import Reuse as Reuse
 from ckptless.daemon.protocol.model import SlotState as SlotState
 from ckptless.daemon.protocol.model import Still as Still
 from ckptless.daemon.protocol.model import Stillness as Stillness
@@ -326,10 +327,11 @@ class Assigned(Message, frozen=True, kw_only=True):
 
 
 class Left(Message, frozen=True, kw_only=True):
-    """The main thread is out of the training function of `generation`."""
+    """The main thread is out of the training function of `generation`; see Reuse."""
 
     generation: Generation
     cause: Cause
+    reuse: Reuse = "any"
 
 
 class Broken(Clipped, Message, frozen=True, kw_only=True):

@@ -194,6 +194,11 @@ Phase = Literal[
 ]
 
 
+Reuse = Literal["any", "going-on", "none"]
+"""The generations that a process which has left one can take a rank in: any; those in which its part of the
+state goes on (what it has built it cannot build again); or none, since it was cut off as it set itself up."""
+
+
 class Cause(Clipped, Value, frozen=True, kw_only=True):
     """The reason why a rank left or ended.
 

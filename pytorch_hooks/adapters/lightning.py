@@ -14,7 +14,6 @@ from __future__ import annotations
 import inspect
 import os
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
@@ -23,6 +22,7 @@ import torch
 from lightning.fabric.utilities.data import _set_sampler_epoch
 from lightning.pytorch import callbacks, loggers, strategies
 from lightning.pytorch.loops import fit_loop, training_epoch_loop
+from lightning.pytorch.loops.fetchers import _DataLoaderIterDataFetcher
 from lightning.pytorch.loops.loop import _Loop
 from lightning.pytorch.loops.progress import _BaseProgress
 from lightning.pytorch.strategies.launchers.launcher import _Launcher
@@ -32,85 +32,100 @@ import ckptless
 from ckptless.daemon.protocol.errors import UsageError
 from ckptless.pytorch_hooks import env
 from ckptless.pytorch_hooks.adapters.lightning_metrics import Metrics
-from ckptless.pytorch_hooks.errors import ProcessUnfit
 
-FIT, EPOCH = fit_loop._FitLoop, training_epoch_loop._TrainingEpochLoop
 # What is called, replaced on an instance, or read.
 HOOKS: dict[type, str] = {
-    FIT: "run setup_data on_run_start on_advance_start advance on_advance_end on_iteration_done on_run_end done",
-    EPOCH: "reset on_advance_end done global_step _should_accumulate",
+    fit_loop._FitLoop: "setup_data on_run_start on_advance_start advance on_advance_end on_iteration_done "
+    "on_run_end done",
+    training_epoch_loop._TrainingEpochLoop: "reset on_advance_end done global_step _should_accumulate",
     pl.Trainer: "_run_stage",
     strategies.Strategy: "_configure_launcher process_dataloader",
 }
 VERSIONS = "use Lightning 2.5 to 2.6"
+# No step is done meanwhile, which until then is no hang.
+VALIDATION_S = 3600.0
 # Of callbacks: a clock of this machine.
 NOT_KEPT = frozenset({"_last_time_checked"})
-_PLAIN = (int, float, str, bool, type(None))
+_NUMBERS = frozenset({int, float, bool})
+_PLAIN = frozenset({*_NUMBERS, str, type(None)})
 _END = object()
 
 
-class _Protecting(strategies.ParallelStrategy):  # type: ignore[misc]
+class _Protecting:
     """Is mixed into a strategy of Lightning's; `options` are those of `ckptless.run`."""
 
     options: dict[str, Any]
     fit: _Fit | None = None
+    _launcher: Any
 
     def _configure_launcher(self) -> None:
         if env.read().agent_socket is None:
-            super()._configure_launcher()
+            super()._configure_launcher()  # type: ignore[misc]
         else:
             self._launcher = _Inside(self)
 
     def barrier(self, *args: Any, **words: Any) -> None:
         """As Lightning's, but for what one process does alone."""
         if self.fit is None or not self.fit.alone:
-            super().barrier(*args, **words)
+            super().barrier(*args, **words)  # type: ignore[misc]
 
     def broadcast(self, obj: Any, src: int = 0) -> Any:
         """As Lightning's; a process that takes a rank in the middle of a job has what the others have."""
         if self.fit is not None and self.fit.alone:
             return obj
-        return super().broadcast(obj, src)
+        return super().broadcast(obj, src)  # type: ignore[misc]
 
     def reduce(self, tensor: Any, *args: Any, **words: Any) -> Any:
         """As `broadcast`."""
         if self.fit is not None and self.fit.alone:
             return tensor
-        return super().reduce(tensor, *args, **words)
+        return super().reduce(tensor, *args, **words)  # type: ignore[misc]
 
     def process_dataloader(self, dataloader: object) -> object:
         """Have the training's loader go on where the step did."""
-        found = super().process_dataloader(dataloader)
+        found: object = super().process_dataloader(dataloader)  # type: ignore[misc]
         if self.fit is None or not self.fit.trainer.training:
             return found
-        return _Batches(self.fit.run, found)
+        return _Batches(self.fit, found)
 
 
-class DDPStrategy(_Protecting, strategies.DDPStrategy):  # type: ignore[misc]
+class DDPStrategy(_Protecting, strategies.DDPStrategy):
     """Lightning's DDPStrategy; `commit_every`, `commit_budget` and `overlap` are those of `ckptless.run`."""
 
     def __init__(
-        self, *args: Any, commit_every: Any = 1, commit_budget: float = 0.01, overlap: Any = "off", **words: Any
+        self,
+        *args: Any,
+        commit_every: Any = 1,
+        commit_budget: float = 0.01,
+        overlap: Any = "off",
+        **words: Any,
     ) -> None:
         super().__init__(*args, **words)
         self.options = {"commit_every": commit_every, "commit_budget": commit_budget, "overlap": overlap}
 
 
-class ModelParallelStrategy(_Protecting, strategies.ModelParallelStrategy):  # type: ignore[misc]
+class ModelParallelStrategy(_Protecting, strategies.ModelParallelStrategy):
     """Lightning's ModelParallelStrategy (FSDP2), as DDPStrategy here."""
 
     def __init__(
-        self, *args: Any, commit_every: Any = 1, commit_budget: float = 0.01, overlap: Any = "off", **words: Any
+        self,
+        *args: Any,
+        commit_every: Any = 1,
+        commit_budget: float = 0.01,
+        overlap: Any = "off",
+        **words: Any,
     ) -> None:
         super().__init__(*args, **words)
         self.options = {"commit_every": commit_every, "commit_budget": commit_budget, "overlap": overlap}
 
 
 strategies.StrategyRegistry.register("ckptless_ddp", DDPStrategy, "DDP that outlives its processes")
-strategies.StrategyRegistry.register("ckptless_fsdp2", ModelParallelStrategy, "FSDP2 that outlives its processes")
+strategies.StrategyRegistry.register(
+    "ckptless_fsdp2", ModelParallelStrategy, "FSDP2 that outlives its processes"
+)
 
 
-class _Inside(_Launcher):  # type: ignore[misc]
+class _Inside(_Launcher):
     """Runs `fit` inside of `ckptless.run`, and inside of the handler in which Lightning ends a Trainer."""
 
     is_interactive_compatible = False
@@ -122,20 +137,21 @@ class _Inside(_Launcher):  # type: ignore[misc]
         """Call it. Raises UsageError where that cannot be protected."""
         if trainer is None or trainer.state.fn != TrainerFn.FITTING:
             if self._strategy.fit is None:
-                raise UsageError("under ckptless the first call of a Trainer is to be fit: there are no groups yet")
+                raise UsageError(
+                    "under ckptless the first call of a Trainer is to be fit: there are no groups yet"
+                )
             return function(*args, **words)
         if self._strategy.fit is not None:
             raise UsageError("Trainer.fit was called twice: under ckptless a process trains once")
         _refuse(trainer)
 
         def train(run: Any) -> None:
-            if self._strategy.fit is not None:
-                raise ProcessUnfit("a fault came while it was set up")
             self._strategy.fit = _Fit(self._strategy, trainer, run)
             run.building()
             function(*args, **words)
 
         ckptless.run(train, **self._strategy.options)
+        return None
 
     def kill(self, signum: Any) -> None:
         """Nothing: the agent ends processes."""
@@ -144,8 +160,8 @@ class _Inside(_Launcher):  # type: ignore[misc]
 class _Batches:
     """A loader whose batches come by `run.batches`; else it is that loader."""
 
-    def __init__(self, run: Any, loader: Any) -> None:
-        vars(self).update(_run=run, _loader=loader)
+    def __init__(self, fit: _Fit, loader: Any) -> None:
+        vars(self).update(_owner=fit, _loader=loader)
 
     def __getattr__(self, name: str) -> Any:
         return getattr(self._loader, name)
@@ -157,7 +173,8 @@ class _Batches:
         return len(self._loader)
 
     def __iter__(self) -> Iterator[Any]:
-        yield from self._run.batches(self._loader)
+        self._owner.check_loaders()
+        yield from self._owner.run.batches(self._loader)
 
 
 class _Fit:
@@ -175,23 +192,31 @@ class _Fit:
         self._begun = False
         # What Lightning patches for each call, and a fault may leave so.
         self._forward: Any = None
+        # The attributes of the loops, and of what they count in, that are numbers: by path.
+        self._counted: list[tuple[str, dict[str, Any], list[str]]] = []
         # Updates that were done when it was committed.
         self._committed = 0
         self._stage = trainer._run_stage
-        trainer._run_stage = lambda: run.repeat(self._body)
+        trainer._run_stage = self._train
         self._watch()
         strategy.set_world_ranks()
         self._keep_loggers()
 
     @property
-    def _fit(self) -> Any:
+    def _fit_loop(self) -> Any:
         return self.trainer.fit_loop
 
     @property
-    def _epoch(self) -> Any:
+    def _epoch_loop(self) -> Any:
         return self.trainer.fit_loop.epoch_loop
 
     # ------------------------------------------------------------------------------------ the loop
+
+    def _train(self) -> None:
+        """Stand where the Trainer would run its loop."""
+        self.run.repeat(self._body)
+        # It may evaluate from here on.
+        del self.trainer._run_stage
 
     def _body(self) -> None:
         """The loop, from the agreed step on."""
@@ -205,7 +230,7 @@ class _Fit:
             return
         if not self.run.step:
             # Again from the begin, where all set their data up together.
-            self._fit._combined_loader = self._epoch.val_loop._combined_loader = None
+            self._fit_loop._combined_loader = self._epoch_loop.val_loop._combined_loader = None
             self._put_back()
             self._stage()
             return
@@ -220,6 +245,7 @@ class _Fit:
         if self.alone:
             self._set_up_data()
         self._forward = vars(self.trainer.lightning_module).get("forward")
+        self._counted = [*_counted(self._fit_loop, "fit")]
         strategy = self._strategy
         parts: dict[str, Any] = {"model": strategy.model, "optimizer": list(strategy.optimizers)}
         if strategy.lr_scheduler_configs:
@@ -234,13 +260,27 @@ class _Fit:
 
     def _set_up_data(self) -> None:
         """Do what comes before the first batch."""
-        self._fit.setup_data()
-        self._fit.on_run_start()
+        self._fit_loop.setup_data()
+        self._fit_loop.on_run_start()
         self._set_up_validation()
+
+    def check_loaders(self) -> None:
+        """Raise UsageError where batches do not come one by one, from one loader that knows their number."""
+        fetcher, loaders = self._fit_loop._data_fetcher, self._fit_loop._combined_loader.flattened
+        if len(loaders) > 1:
+            raise UsageError(
+                f"training takes its batches from {len(loaders)} loaders, and ckptless knows one under "
+                "Lightning: put them into one"
+            )
+        if fetcher.length is None or isinstance(fetcher, _DataLoaderIterDataFetcher):
+            raise UsageError(
+                "training takes batches ahead, of a loader without a length or by `dataloader_iter`, and a "
+                "fault would lose them: give the loader a length, and training_step a batch"
+            )
 
     def _set_up_validation(self) -> None:
         """Have the loader for validation: those that have evaluated do."""
-        loop = self._epoch.val_loop
+        loop = self._epoch_loop.val_loop
         if self.trainer.enable_validation and loop._combined_loader is None:
             self.trainer.validating = True
             loop.setup_data()
@@ -263,7 +303,7 @@ class _Fit:
 
     def _rest(self) -> None:
         """Run the fit loop's rest, as its `run` does; maybe from the middle of an epoch on."""
-        fit, progress = self._fit, self._fit.epoch_progress.current
+        fit, progress = self._fit_loop, self._fit_loop.epoch_progress.current
         cut = progress.ready > progress.processed
         iter(fit._data_fetcher)
         with torch.autograd.set_detect_anomaly(self.trainer._detect_anomaly):
@@ -284,20 +324,20 @@ class _Fit:
             fit.on_run_end()
 
     def _rest_of_epoch(self) -> None:
-        for loader in self._fit._combined_loader.flattened:
-            _set_sampler_epoch(loader, self._fit.epoch_progress.current.processed)
+        for loader in self._fit_loop._combined_loader.flattened:
+            _set_sampler_epoch(loader, self._fit_loop.epoch_progress.current.processed)
         # Or it would count from the epoch's begin.
-        self._epoch.reset = lambda: None
+        self._epoch_loop.reset = lambda: None
         try:
-            self._fit.advance()
+            self._fit_loop.advance()
         finally:
-            del self._epoch.reset
+            del self._epoch_loop.reset
 
     # ------------------------------------------------------------------------------------- commit
 
     def _watch(self) -> None:
         """Commit where the loops are between two batches."""
-        fit, epoch = self._fit, self._epoch
+        fit, epoch = self._fit_loop, self._epoch_loop
         batch_over, epoch_over = epoch.on_advance_end, fit.on_advance_end
 
         def on_batch_over(fetcher: Any) -> None:
@@ -310,20 +350,29 @@ class _Fit:
             self.run.end_epoch()
             self._commit()
 
+        def validate() -> Any:
+            with self.run.phase("validation", VALIDATION_S):
+                return validation()
+
+        validation = epoch.val_loop.run
         epoch.on_advance_end, fit.on_advance_end = on_batch_over, on_epoch_over
+        epoch.val_loop.run = validate
 
     def _commit(self) -> None:
         """Commit, if there was an update: of a step without one there is nothing to go back to."""
-        if self._epoch.global_step != self._committed:
-            self._committed = self._epoch.global_step
+        if self._epoch_loop.global_step != self._committed:
+            self._committed = self._epoch_loop.global_step
             self.run.commit()
 
     def state_dict(self) -> dict[str, Any]:
         """Return where the loops are, and what metrics and callbacks have."""
         trainer = self.trainer
         return {
-            "loops": {path: _plain(one) for path, one in _holders(self._fit, "fit")},
-            "seen": dict(self._epoch.val_loop._seen_batches_per_dataloader),
+            "loops": {
+                path: {name: of[name] for name in names if type(of[name]) in _NUMBERS}
+                for path, of, names in self._counted
+            },
+            "seen": dict(self._epoch_loop.val_loop._seen_batches_per_dataloader),
             "should_stop": trainer.should_stop,
             "metrics": self._metrics.state_dict(),
             "callbacks": [(_plain(one), one.state_dict()) for one in trainer.callbacks],
@@ -337,9 +386,9 @@ class _Fit:
     def _put_back(self) -> None:
         trainer, saved = self.trainer, self._saved
         assert saved is not None
-        for path, one in _holders(self._fit, "fit"):
-            vars(one).update(saved["loops"][path])
-        self._epoch.val_loop._seen_batches_per_dataloader.update(saved["seen"])
+        for path, of, _names in self._counted:
+            of.update(saved["loops"][path])
+        self._epoch_loop.val_loop._seen_batches_per_dataloader.update(saved["seen"])
         trainer.should_stop = saved["should_stop"]
         self._metrics.load_state_dict(saved["metrics"])
         for one, (plain, state) in zip(trainer.callbacks, saved["callbacks"], strict=True):
@@ -351,7 +400,7 @@ class _Fit:
             trainer.datamodule.load_state_dict(saved["data"])
         # By id, of the process that has committed it.
         trainer.lightning_module._metric_attributes = None
-        self._committed = self._epoch.global_step
+        self._committed = self._epoch_loop.global_step
 
     # ------------------------------------------------------------------------------------- loggers
 
@@ -378,12 +427,12 @@ def _go_on(logger: Any) -> None:
             writer.metrics_keys = lines.readline().rstrip().split(",")
 
 
-def _holders(loop: Any, path: str) -> Iterator[tuple[str, Any]]:
-    """Give a loop, the loops in it, and what they count in, by path."""
-    yield path, loop
+def _counted(loop: Any, path: str) -> Iterator[tuple[str, dict[str, Any], list[str]]]:
+    """Give the attributes of a loop, of the loops in it, and of what they count in; and which are numbers."""
+    yield path, vars(loop), [name for name, value in vars(loop).items() if type(value) in _NUMBERS]
     for name, value in vars(loop).items():
         if isinstance(value, (_Loop, _BaseProgress)):
-            yield from _holders(value, f"{path}.{name}")
+            yield from _counted(value, f"{path}.{name}")
 
 
 def _plain(one: Any) -> dict[str, Any]:
@@ -402,7 +451,8 @@ def _refuse(trainer: Any) -> None:
     cannot = {
         "reload_dataloaders_every_n_epochs": bool(trainer.reload_dataloaders_every_n_epochs),
         "barebones": trainer.barebones,
-        "layers that are synchronized (sync_batchnorm)": False,
+        "a val_check_interval in time": getattr(trainer, "_val_check_time_interval", None) is not None,
+        "model averaging": getattr(trainer.strategy, "_model_averaging_period", None) is not None,
     }
     for what, is_so in cannot.items():
         if is_so:

@@ -18,6 +18,7 @@ import json
 import random
 import sys
 from collections.abc import Callable, Container
+from contextlib import nullcontext
 from typing import Any
 
 import numpy as np
@@ -44,6 +45,8 @@ REGISTERED = ("_models", "_optimizers", "_schedulers")
 # Of TrainerState: grows with every line, and is the same on all ranks; is made anew.
 NOT_KEPT = ("log_history", "stateful_callbacks")
 MARK = "a step in memory"
+# No step is done meanwhile, which until then is no hang.
+EVALUATION_S = 3600.0
 # Its module, where it looks up what skips batches.
 _TRAINER: Any = sys.modules[Trainer.__module__]
 _PLAIN = (int, float, str, bool, type(None))
@@ -55,16 +58,18 @@ def train(make: Callable[[], Trainer], **options: Any) -> TrainOutput:
     `make` is called once in each process, with process groups: TrainingArguments may be made in it. `options`
     are those of `ckptless.run`. Raises UsageError where the Trainer is one that cannot be protected.
     """
-    made: list[Any] = []
     outputs: list[TrainOutput] = []
 
-    def body(run: Any) -> None:
-        if not made:
-            made.append(_protect(make()))
-        made[0].ckptless.run = run
-        outputs[:] = [made[0].train()]
+    def once(run: Any) -> None:
+        owner = _protect(make())
+        owner.ckptless.run = run
 
-    ckptless.run(body, **options)
+        def body() -> None:
+            outputs[:] = [owner.train()]
+
+        run.repeat(body)
+
+    ckptless.run(once, **options)
     return outputs[0]
 
 
@@ -262,9 +267,11 @@ class _Protected:
         return super().get_batch_samples(epoch_iterator, *more, **words)  # type: ignore[misc]
 
     def _maybe_log_save_evaluate(self, *args: Any, **words: Any) -> None:
-        super()._maybe_log_save_evaluate(*args, **words)  # type: ignore[misc]
         owner: Any = self
         loop, control = self.ckptless, owner.control
+        takes_long = control.should_evaluate or control.should_save
+        with loop.run.phase("evaluation", EVALUATION_S) if takes_long else nullcontext():
+            super()._maybe_log_save_evaluate(*args, **words)  # type: ignore[misc]
         last = loop.steps == loop.per_epoch or control.should_epoch_stop or control.should_training_stop
         if loop.epoch_over:
             loop.loader.finish()

@@ -18,7 +18,7 @@ from ckptless.pytorch_hooks.commit.cadence import Cadence, checked
 from ckptless.pytorch_hooks.commit.copying import Wanted, checked_overlap
 from ckptless.pytorch_hooks.devices import accelerator
 from ckptless.pytorch_hooks.elastic.exact import Exact
-from ckptless.pytorch_hooks.errors import CollectiveFailed, GenerationEnded, ProcessUnfit
+from ckptless.pytorch_hooks.errors import CollectiveFailed, DeviceLost, GenerationEnded
 from ckptless.pytorch_hooks.process_groups.groups import ProcessGroups
 from ckptless.pytorch_hooks.running import standalone
 from ckptless.pytorch_hooks.running.training import COLLECTIVE_TIMEOUT, Run
@@ -30,8 +30,8 @@ logger = logging.getLogger(__name__)
 CAUSE_LIMIT = 500
 # How long a process that died may hold its device's memory.
 MEMORY_DEADLINE_S = 10.0
-# The exit code of a rank that only another process can take: sysexits(3) EX_OSERR.
-EXIT_UNFIT = 71
+# The exit code of a rank whose device is lost: sysexits(3) EX_OSERR.
+EXIT_DEVICE_LOST = 71
 
 
 def run(  # noqa: PLR0913  # what a user may say, by keywords
@@ -144,8 +144,8 @@ class _Worker:
         """A spare makes ready what it may need."""
         try:
             self._run.warm()
-        except ProcessUnfit as unfit:
-            self._end_unfit(unfit)
+        except DeviceLost as lost:
+            self._end_with_device(lost)
 
     def _generations(self, generation: int) -> None:
         """Take part in all generations that come after this one, until the job is done."""
@@ -154,7 +154,16 @@ class _Worker:
             cause = self._generation(part)
             if cause is None:
                 break
-            self._session.send(m.Left(generation=generation, cause=cause))
+            self._leave(generation, cause)
+
+    def _leave(self, generation: int, cause: m.Cause) -> None:
+        """Tell that the main thread is out, and what this process is still good for."""
+        reuse: m.Reuse = "any"
+        if self._body is not None:
+            reuse = "going-on"
+        elif self._run.sets_up_once:
+            reuse = "none"
+        self._session.send(m.Left(generation=generation, cause=cause, reuse=reuse))
 
     def _repeat(self, part: m.Assigned, body: Callable[[], object]) -> None:
         """See Run.repeat: the rest of this generation, and all that follow. Raises UsageError."""
@@ -163,7 +172,7 @@ class _Worker:
         self._body = body
         cause = self._generation(part, entered=True)
         if cause is not None:
-            self._session.send(m.Left(generation=part.generation, cause=cause))
+            self._leave(part.generation, cause)
             self._generations(part.generation)
         self._over = True
 
@@ -171,22 +180,16 @@ class _Worker:
         """One call of the training function; None when the job is done, or why it was left."""
         try:
             return self._call(part, entered=entered)
-        except ProcessUnfit as unfit:
-            self._end_unfit(unfit)
-
-    def _enter(self, part: m.Assigned) -> None:
-        """Begin a generation. Raises ProcessUnfit where what this process has set up is not for that."""
-        if self._body is not None and not self._run.goes_on_in(part):
-            raise ProcessUnfit("it has been trained on what it has set up, and the job begins anew")
-        if part.restore_step is None:
-            rng.restore(self._random)
-        self._run.enter(part)
+        except DeviceLost as lost:
+            self._end_with_device(lost)
 
     def _call(self, part: m.Assigned, *, entered: bool) -> m.Cause | None:
-        """See `_generation`. Raises ProcessUnfit."""
+        """See `_generation`. Raises DeviceLost."""
         try:
             if not entered:
-                self._enter(part)
+                if part.restore_step is None:
+                    rng.restore(self._random)
+                self._run.enter(part)
             if self._body is None:
                 self._train(self._run)
             else:
@@ -206,18 +209,18 @@ class _Worker:
             return self._left(self._blame(part, error), error)
         return None
 
-    def _end_unfit(self, unfit: ProcessUnfit) -> NoReturn:
+    def _end_with_device(self, lost: DeviceLost) -> NoReturn:
         """End this process: another one is needed, and threads that are stuck in the device are left so."""
-        self._session.send(m.Note(level="error", kind=unfit.kind, text=_shorten(str(unfit))))
-        sys.stderr.write(f"ckptless: this process ends: {unfit}\n")
+        self._session.send(m.Note(level="error", kind="device-lost", text=_shorten(str(lost))))
+        sys.stderr.write(f"ckptless: this process ends: {lost}\n")
         sys.stdout.flush()
         sys.stderr.flush()
-        os._exit(EXIT_UNFIT)
+        os._exit(EXIT_DEVICE_LOST)
 
     def _blame(self, part: m.Assigned, error: Exception) -> m.Cause:
         """An error that is only a consequence of the end of the generation is nobody's fault.
 
-        Raises ProcessUnfit where the device is not sound: after an error that sticks no call works here.
+        Raises DeviceLost where the device is not sound: after an error that sticks no call works here.
         """
         # Before `keep` the groups of a survivor still stand, aborted, in the generation before.
         entered = self._groups.generation == part.generation

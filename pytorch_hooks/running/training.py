@@ -142,7 +142,8 @@ class Run:
         self._step = self._saved = self._built_at = 0
         self._on_recovery: list[Callable[[Run], None]] = []
         self._on_resize: list[Callable[[Run, int, int], None]] = []
-        # See `repeat`; for what calls the training function.
+        # See `building` and `repeat`; for what calls the training function.
+        self.sets_up_once = False
         self.on_repeat: Callable[[m.Assigned, Callable[[], object]], None] | None = None
         self._was_spare = False
         self._aftermath = False
@@ -285,8 +286,10 @@ class Run:
         """Say that what comes from here on, until `keep`, belongs to what builds the state.
 
         So that groups may be made, and collectives be used, as in the function given to `keep`. In a process
-        that `joins` they do nothing, and what they were to fill stays as it was.
+        that `joins` they do nothing, and what they were to fill stays as it was. To be followed by `repeat`:
+        where a fault comes before that, the process is replaced.
         """
+        self.sets_up_once = True
         self._groups.end_early()
 
     def repeat(self, body: Callable[[], object]) -> None:
@@ -299,10 +302,6 @@ class Run:
         self.on_repeat(self._assigned, body)
 
     # ------------------------------------------------------------------------------------- enter
-
-    def goes_on_in(self, part: m.Assigned) -> bool:
-        """Return whether what this process has built is of use there."""
-        return part.restore_step is not None and part.cut == self._cut
 
     def enter(self, part: m.Assigned) -> None:
         """Begin a generation: what `ckptless.run` does before it calls the training function."""

@@ -1,13 +1,14 @@
 """A small net under Lightning: `lightning_script.py OUT STEPS KILLS`, KILLS as "STEP:RANK,...".
 
-With PLAIN in the environment it is Lightning's own strategy. VARIANT says what is trained how. Each rank writes
-its losses and what Lightning logs, with all bits, and at the end a digest of the parameters.
+With PLAIN in the environment it is Lightning's own strategy. VARIANT says what is trained how. Each rank
+writes its losses and what Lightning logs, with all bits, and at the end a digest of the parameters.
 """
 
 import hashlib
 import os
 import signal
 import sys
+import time
 from pathlib import Path
 from typing import Any
 
@@ -15,7 +16,7 @@ import lightning.pytorch as pl
 import torch
 import torchmetrics
 from torch import nn
-from torch.distributed.fsdp import fully_shard
+from torch.distributed.fsdp import FSDPModule, fully_shard
 from torch.utils.data import DataLoader, TensorDataset
 
 OUT, STEPS = Path(sys.argv[1]), int(sys.argv[2])
@@ -52,14 +53,16 @@ class Net(pl.LightningModule):
         self.batches = 0
 
     def configure_model(self) -> None:
-        if VARIANT == "fsdp2":
+        if VARIANT == "fsdp2" and not isinstance(self, FSDPModule):
+            assert self.device_mesh is not None
             mesh = self.device_mesh["data_parallel"]
             for layer in self.net:
                 fully_shard(layer, mesh=mesh)
             fully_shard(self, mesh=mesh)
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
-        return self.net(x)
+        found: torch.Tensor = self.net(x)
+        return found
 
     def training_step(self, batch: Any, index: int) -> torch.Tensor:
         x, y = batch
@@ -82,9 +85,12 @@ class Net(pl.LightningModule):
         die(self.trainer.global_step)
 
     def configure_optimizers(self) -> Any:
+        die(-1)
         optimizer = torch.optim.AdamW(self.parameters(), lr=1e-2)
         if VARIANT == "epochs":
-            plateau = torch.optim.lr_scheduler.ReduceLROnPlateau(optimizer, patience=0, factor=0.5, mode="max")
+            plateau = torch.optim.lr_scheduler.ReduceLROnPlateau(
+                optimizer, patience=0, factor=0.5, mode="max"
+            )
             return {"optimizer": optimizer, "lr_scheduler": {"scheduler": plateau, "monitor": "val"}}
         schedule = torch.optim.lr_scheduler.CosineAnnealingLR(optimizer, 100)
         return {"optimizer": optimizer, "lr_scheduler": {"scheduler": schedule, "interval": "step"}}
@@ -109,7 +115,8 @@ class Manual(Net):
             optimizer.step()
             self.untoggle_optimizer(optimizer)
             losses.append(loss.detach())
-        self.lr_schedulers().step()
+        scheduler: Any = self.lr_schedulers()
+        scheduler.step()
         self.log("loss", losses[0], on_step=True, on_epoch=True)
         return {"loss": sum(losses)}
 
@@ -128,8 +135,14 @@ class Tell(pl.Callback):
     def __init__(self) -> None:
         self.lines = 0
 
+    def state_dict(self) -> Any:
+        # Of the very first commit.
+        die(-2)
+        return {}
+
     def on_train_batch_end(self, trainer: Any, module: Any, outputs: Any, batch: Any, batch_idx: int) -> None:
         self.lines += 1
+        time.sleep(float(os.environ.get("PAUSE", "0")))
         tell("loss", f"{trainer.global_step} {batch_idx} {self.lines} {outputs['loss'].item().hex()}")
 
     def on_validation_end(self, trainer: Any, module: Any) -> None:
@@ -170,9 +183,12 @@ def make() -> Any:
     if VARIANT == "steps":
         words |= {"accumulate_grad_batches": 2, "val_check_interval": 3, "gradient_clip_val": 0.5}
     if VARIANT == "epochs":
-        saves = pl.callbacks.ModelCheckpoint(dirpath=OUT / "saved", monitor="val", save_top_k=2, save_last=True)
-        averages = pl.callbacks.WeightAveraging()
-        called += [saves, averages]
+        saves = pl.callbacks.ModelCheckpoint(
+            dirpath=OUT / "saved", monitor="val", save_top_k=2, save_last=True
+        )
+        # Not in Lightning 2.5.
+        averages: Any = getattr(pl.callbacks, "WeightAveraging", None)
+        called += [saves] if averages is None else [saves, averages()]
         words |= {"enable_checkpointing": True, "limit_train_batches": 5}
     if VARIANT == "stops":
         called += [pl.callbacks.EarlyStopping("val", patience=1, mode="max")]
@@ -217,6 +233,8 @@ OUT.mkdir(parents=True, exist_ok=True)
 module, trainer = make()
 trainer.fit(module, datamodule=Data())
 finish(module, trainer)
+(after,) = trainer.validate(module, datamodule=Data(), verbose=False)
+tell("final", f"{float(after['val']).hex()}")
 if PLAIN:
     torch.distributed.barrier()
     # Stock Gloo groups now and then crash a process that ends with them.

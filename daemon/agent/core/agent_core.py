@@ -110,16 +110,22 @@ class AgentCore:
         before, self.assignment, self.frozen = self.assignment, assignment, None
         self.out.append(FollowAssignment(assignment))
         resized = before is not None and len(before.places) != len(assignment.places)
+        goes_on = before is not None and before.cut == assignment.cut and assignment.restore_step is not None
         for slot in self.slots:
-            self._settle(slot, assignment, now)
+            one = slot.living
+            keeps = one is not None and (one.reuse == "any" or (goes_on and one.reuse == "going-on"))
+            self._settle(slot, assignment, now, keeps=keeps)
             place = m.Place(node=self.node, slot=slot.index)
             if resized and slot.phase == "empty" and place not in assignment.bad:
                 # The job may grow again: what left it is a spare.
                 self._start(slot, None, now)
         self.out.append(ReportState())
 
-    def _settle(self, slot: Slot, assignment: m.Assignment, now: float) -> None:
-        """Make a slot what an assignment says: a rank that goes on, a new process, a spare, or nothing."""
+    def _settle(self, slot: Slot, assignment: m.Assignment, now: float, *, keeps: bool) -> None:
+        """Make a slot what an assignment says: a rank that goes on, a new process, a spare, or nothing.
+
+        `keeps`: the process that is there is good for a rank.
+        """
         place = m.Place(node=self.node, slot=slot.index)
         rank, one = assignment.rank_at(place), slot.living
         if rank is None:
@@ -129,7 +135,7 @@ class AgentCore:
             elif slot.phase == "empty" or (slot.phase == "exited" and place not in assignment.bad):
                 # Also where the rank has moved away from a process that has ended: the job may come back.
                 self._start(slot, None, now)
-        elif one is not None and one.hooked and place not in assignment.renew:
+        elif one is not None and one.hooked and keeps and place not in assignment.renew:
             self._give(slot, one, rank, now)
         else:
             if one is not None:
@@ -263,6 +269,8 @@ class AgentCore:
         """Take a rank's own word on how far it is; it is of the slot's generation."""
         match message:
             case m.Left():
+                assert slot.occupant is not None  # it has sent this
+                slot.occupant.reuse = message.reuse
                 slot.enter("left", message.generation, now, message.cause)
             case m.Broken():
                 slot.blame(m.Cause(kind="broken", text=message.text), now)

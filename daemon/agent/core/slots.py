@@ -2,7 +2,7 @@
 
 from dataclasses import dataclass
 
-from ckptless.daemon.protocol.messages import Cause, Pace, Phase, SlotState, Still
+from ckptless.daemon.protocol.messages import Cause, Pace, Phase, Reuse, SlotState, Still
 
 
 @dataclass(eq=False)
@@ -11,7 +11,7 @@ class Occupant:
 
     `hooked`: it has said Hello. `lived`: it has been given a rank. `released`: its training is over, so it
     owes no answer any more. `retired`: its agent ends, so its death is no fault. `hung`: why it was
-    killed. `heard_at`: when it was heard last.
+    killed. `heard_at`: when it was heard last. `reuse`: what it is good for, now that it has left.
     """
 
     slot: int
@@ -24,6 +24,7 @@ class Occupant:
     released: bool = False
     retired: bool = False
     hung: str = ""
+    reuse: Reuse = "any"
 
 
 @dataclass

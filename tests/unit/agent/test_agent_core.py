@@ -358,6 +358,33 @@ def test_a_step_counts_for_its_generation_whatever_becomes_of_the_process(node: 
     assert node.stepped() == [False, False]
 
 
+@pytest.mark.parametrize(
+    ("reuse", "restore_step", "cut", "renewed"),
+    [
+        ("any", None, 1, False),
+        ("any", 7, 2, False),
+        ("going-on", 7, 1, False),
+        ("going-on", None, 1, True),
+        ("going-on", 7, 2, True),
+        ("none", 7, 1, True),
+        ("none", None, 2, True),
+    ],
+)
+def test_a_process_is_used_again_for_what_it_is_good_for(
+    node: Node, reuse: m.Reuse, restore_step: int | None, cut: int, renewed: bool
+) -> None:
+    births = node.train(assignment(1, place(0), place(1)))
+    left = m.Left(generation=1, cause=m.Cause(kind="stop"), reuse=reuse)
+    node.core.advance(node.core.slots[0], left, node.now)
+    node.out()
+    new = assignment(2, place(0), place(1), restore_step=restore_step)
+    said = node.assign(structs.replace(new, cut=cut))
+    assert [one.birth for one in said if isinstance(one, a.KillProcess)] == births[:1] * renewed
+    assert [one.slot for one in said if isinstance(one, a.StartProcess)] == [0] * renewed
+    # Who said nothing of it is good for any.
+    assert births[1] in [one.birth for one in said if isinstance(one, a.AssignRank)]
+
+
 def test_what_the_daemon_is_told_of_a_slot(node: Node) -> None:
     slot = node.core.slots[0]
     assert slot.told(5.0) == m.SlotState(slot=0, phase="empty", generation=0, age_s=5.0)

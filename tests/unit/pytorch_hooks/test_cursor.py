@@ -482,6 +482,34 @@ def test_a_commit_between_two_epochs(kind: str, replaced: bool) -> None:
     assert steps == undisturbed(kind)
 
 
+@pytest.mark.parametrize("kind", LOADERS)
+@pytest.mark.parametrize("at", [0, 1, 3, 4, 6, 8])
+@pytest.mark.parametrize("beyond", [0, 1, 4])
+@pytest.mark.parametrize("replaced", [False, True])
+def test_epochs_that_are_cut_short(kind: str, at: int, beyond: int, replaced: bool) -> None:
+    """After three batches each: as if they had no more, wherever a fault comes."""
+
+    def cut(process: Process, begin: int, end: int) -> list[Any]:
+        found = []
+        batches = process.cursor.batches(process.loader, 1)
+        for number in range(begin, end):
+            found.append(make_step(next(batches)))
+            if number % 3 == 2:
+                process.cursor.end_epoch()
+                batches = process.cursor.batches(process.loader, 1)
+        return found
+
+    want = cut(Process(kind, nested=False), 0, 9)
+    process = Process(kind, nested=False)
+    cut(process, 0, at)
+    record = Record(at, process.cursor)
+    cut(process, at, at + beyond)
+    if replaced:
+        process = Process(kind, nested=False)
+    record.restore(process)
+    assert cut(process, at, 9) == want[at:]
+
+
 @pytest.mark.parametrize("at", [0, 1, LENGTH - 1, LENGTH, LENGTH + 1])
 @pytest.mark.parametrize("beyond", [0, 1, 2])
 def test_a_loader_that_talks_does_so_as_often_in_every_process(at: int, beyond: int) -> None:

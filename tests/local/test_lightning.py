@@ -1,0 +1,79 @@
+"""Lightning's Trainer, killed at many steps: losses, metrics and parameters are plain Lightning's."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+
+from .frameworks import RANKS, plain, protected, told
+from .localrun import FAULTY_DEADLINE_S, HERE, Job, lose_node, wait_until
+
+pytest.importorskip("lightning")
+
+SCRIPT = HERE / "lightning_script.py"
+QUIET = {"PYTHONWARNINGS": "ignore"}
+# Of either rank: in an epoch's middle, at its begin and end, in a validation (1000 and the step).
+KILLS = {
+    # Two batches an update, validation each three batches.
+    "steps": (20, "0:1,5:0,9:1,1005:0,15:0"),
+    # With epochs that are cut short, checkpoints, averaged weights and a scheduler that reads a metric.
+    "epochs": (20, "2:0,4:0,1005:1,9:1,1015:0"),
+    # Until a metric gets worse; with a worker of the loader.
+    "stops": (99, "2:0,1007:1,9:1"),
+    # Two optimizers, each toggled.
+    "manual": (20, "2:0,8:1,10:0,14:1"),
+    "fsdp2": (20, "0:1,2:0,5:1,8:1"),
+}
+
+
+@pytest.mark.parametrize("variant", KILLS)
+def test_a_trainer_that_is_killed_ends_as_plain_lightning_does(tmp_path: Path, variant: str) -> None:
+    steps, kills = KILLS[variant]
+    env = {"VARIANT": variant, **QUIET}
+    assert _results(protected(SCRIPT, tmp_path, steps, kills, env)) == _results(
+        plain(SCRIPT, tmp_path, steps, env)
+    )
+
+
+def _results(found: dict[str, set[str]]) -> dict[str, set[str]]:
+    """Leave out who has fetched the data: a new process makes sure that it is there."""
+    return {name: lines for name, lines in found.items() if not name.startswith("prepared")}
+
+
+@pytest.mark.parametrize("where", [-1, -2], ids=["while all set up", "before the first commit is whole"])
+def test_what_was_set_up_is_never_trained_on_twice(tmp_path: Path, where: int) -> None:
+    """Of a job that begins anew all processes are new, also those that live; it is one recovery."""
+    options = ["--nodes", RANKS, "--tee", "none", "--max-stall", 60]
+    with Job(tmp_path / "job", options, [SCRIPT, tmp_path / "ours", 6, f"{where}:1"], QUIET) as job:
+        job.ended(0, FAULTY_DEADLINE_S)
+        (recovery,) = job.ledger().recoveries
+        assert (recovery.rung, recovery.restore_step) == ("process", None), job.story()
+    assert _results(told(tmp_path / "ours")) == _results(plain(SCRIPT, tmp_path, 6, QUIET))
+
+
+def test_a_spare_takes_a_lost_nodes_rank_and_its_log(tmp_path: Path) -> None:
+    ours = tmp_path / "ours"
+    options = ["--nodes", RANKS, "--spares", 1, "--tee", "none", "--max-stall", 60]
+    with Job(tmp_path / "job", options, [SCRIPT, ours, 60, ""], {**QUIET, "PAUSE": "0.05"}) as job:
+        wait_until(lambda: len(_losses(ours)) > 20, 60, job)
+        lose_node(job, 0)
+        job.ended(0, FAULTY_DEADLINE_S)
+    assert _results(told(ours)) == _results(plain(SCRIPT, tmp_path, 60, QUIET))
+    (log,) = (ours / "logs").glob("version_*/metrics.csv")
+    steps = [line.split(",")[-2] for line in log.read_text().splitlines()[1:]]
+    # A step that was cut off has its line twice.
+    assert {*map(int, steps)} == set(range(61))
+
+
+def _losses(home: Path) -> list[str]:
+    path = home / "loss-0.txt"
+    return path.read_text().splitlines() if path.exists() else []
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("variant", ["steps", "fsdp2"])
+def test_twenty_kills(tmp_path: Path, variant: str) -> None:
+    kills = ",".join(f"{2 * n + 1}:{n % RANKS}" for n in range(20))
+    env = {"VARIANT": variant, **QUIET}
+    assert _results(protected(SCRIPT, tmp_path, 44, kills, env)) == _results(plain(SCRIPT, tmp_path, 44, env))

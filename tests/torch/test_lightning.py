@@ -1,0 +1,195 @@
+"""What stands between ckptless and Lightning's Trainer: it is there, and what it cannot do is refused."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+import torch
+
+pytest.importorskip("lightning")
+
+import lightning.pytorch as pl  # where there is one
+from lightning.pytorch.loops.fetchers import _DataLoaderIterDataFetcher
+from lightning.pytorch.trainer.states import TrainerFn
+
+import ckptless.lightning
+from ckptless.daemon.protocol.errors import UsageError
+from ckptless.pytorch_hooks.adapters import lightning as adapter
+from ckptless.pytorch_hooks.adapters.lightning_metrics import Metrics
+
+# Of how one runs, and what it runs on.
+pytestmark = pytest.mark.filterwarnings("ignore::lightning.fabric.utilities.warnings.PossibleUserWarning")
+
+Words = dict[str, Any]
+
+
+def trainer(**more: Any) -> Any:
+    words: Words = {"accelerator": "cpu", "devices": 1, "logger": False, "enable_progress_bar": False}
+    return pl.Trainer(**{**words, "enable_checkpointing": False, "enable_model_summary": False, **more})
+
+
+def test_strategies_have_names_and_without_an_agent_are_lightning_s_own() -> None:
+    for name, kind in (
+        ("ckptless_ddp", ckptless.lightning.DDPStrategy),
+        ("ckptless_fsdp2", ckptless.lightning.ModelParallelStrategy),
+    ):
+        made = trainer(strategy=name).strategy
+        assert type(made) is kind
+        assert not isinstance(made.launcher, adapter._Inside)
+        assert made.fit is None
+        assert made.options == {"commit_every": 1, "commit_budget": 0.01, "overlap": "off"}
+    made = ckptless.lightning.DDPStrategy(commit_every="auto", static_graph=True)
+    assert made.options["commit_every"] == "auto"
+
+
+def test_under_an_agent_fit_runs_inside_of_ours(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("ckptless.pytorch_hooks.env.read", lambda: SimpleNamespace(agent_socket="there"))
+    made = trainer(strategy="ckptless_ddp")
+    launcher = made.strategy.launcher
+    assert isinstance(launcher, adapter._Inside)
+    with pytest.raises(UsageError, match="the first call of a Trainer is to be fit"):
+        launcher.launch(print, trainer=made)
+    made.strategy.fit = object()
+    assert launcher.launch(lambda: 7, trainer=made) == 7
+    made.state.fn = TrainerFn.FITTING
+    with pytest.raises(UsageError, match=r"Trainer.fit was called twice"):
+        launcher.launch(print, trainer=made)
+
+
+@pytest.mark.parametrize(
+    ("words", "said"),
+    [
+        ({"reload_dataloaders_every_n_epochs": 2}, "a Trainer with reload_dataloaders_every_n_epochs is not"),
+        ({"barebones": True}, "a Trainer with barebones is not"),
+    ],
+)
+def test_what_cannot_be_protected_is_refused(words: Words, said: str) -> None:
+    made = trainer(**words)
+    with pytest.raises(UsageError, match=said):
+        adapter._refuse(made)
+
+
+@pytest.mark.parametrize(
+    ("kind", "name"), [(kind, name) for kind, names in adapter.HOOKS.items() for name in names.split()]
+)
+def test_a_hook_that_has_moved_is_refused(monkeypatch: pytest.MonkeyPatch, kind: type, name: str) -> None:
+    made = trainer()
+    # On whichever class has it.
+    owner = next(base for base in kind.__mro__ if name in vars(base))
+    monkeypatch.delattr(owner, name)
+    with pytest.raises(UsageError, match=rf"{kind.__name__}\.{name} is gone: use Lightning 2\.5 to 2\.6"):
+        adapter._refuse(made)
+
+
+def test_batches_that_are_taken_ahead_and_loaders_side_by_side_are_refused() -> None:
+    def checked(loaders: list[Any], fetcher: Any) -> None:
+        loop = SimpleNamespace(
+            _data_fetcher=fetcher, _combined_loader=SimpleNamespace(flattened=loaders), epoch_loop=None
+        )
+        adapter._Fit.check_loaders(SimpleNamespace(_fit_loop=loop))  # type: ignore[arg-type]
+
+    checked([1], SimpleNamespace(length=3))
+    with pytest.raises(UsageError, match="from 2 loaders"):
+        checked([1, 2], SimpleNamespace(length=3))
+    with pytest.raises(UsageError, match="a loader without a length"):
+        checked([1], SimpleNamespace(length=None))
+    ahead = _DataLoaderIterDataFetcher()
+    ahead.length = 3
+    with pytest.raises(UsageError, match="dataloader_iter"):
+        checked([1], ahead)
+
+
+class Module(pl.LightningModule):
+    """With a metric of torchmetrics."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        import torchmetrics
+
+        self.mean = torchmetrics.MeanMetric()
+
+
+def sums() -> tuple[Any, Any, Metrics]:
+    """Return a Trainer in training, the results of its loop, and its metrics."""
+    made = trainer()
+    made.strategy._lightning_module = Module()
+    made.training = True
+    return made, made.fit_loop.epoch_loop._results, Metrics(made)
+
+
+def log(made: Any, results: Any, number: int) -> None:
+    words: Words = {"sync_dist_fn": made.strategy.reduce}
+    value = torch.tensor(1.5 + number)
+    results.batch_size = number + 1
+    results.log("training_step", "loss", value, on_step=True, on_epoch=True, prog_bar=True, **words)
+    results.log("training_step", "most", value, reduce_fx="max", **words)
+    results.log("training_step", "now", value, on_step=True, on_epoch=False, **words)
+    mean = made.lightning_module.mean
+    mean(value)
+    results.log("training_step", "mean", mean, metric_attribute="mean", **words)
+
+
+@pytest.mark.parametrize("beyond", [0, 2])
+def test_sums_go_on_as_they_would_have(beyond: int) -> None:
+    made, results, metrics = sums()
+    connector = made._logger_connector
+    for number in range(3):
+        log(made, results, number)
+    connector._first_loop_iter, connector._current_fx = False, "training_step"
+    connector._callback_metrics["val"] = torch.tensor(0.25)
+    saved = metrics.state_dict()
+    assert all(isinstance(one, torch.Tensor) for one in saved["tensors"])
+    assert len({id(one) for one in saved["tensors"]}) == len(saved["tensors"])
+    if beyond:
+        # The process lives, and has gone on.
+        its, others, again = made, results, metrics
+        for number in range(beyond):
+            log(made, results, 7 + number)
+        made.lightning_module.mean.reset()
+    else:
+        its, others, again = sums()
+    again.load_state_dict(saved)
+    assert [*others] == [*saved["sums"]]
+    assert its._logger_connector._callback_metrics["val"] == 0.25
+    assert its._logger_connector._first_loop_iter is False
+    # A module's metric is the module's own, and the State has it.
+    assert others["training_step.mean"].value is its.lightning_module.mean
+    for number in range(3):
+        if beyond or its is not made:
+            its.lightning_module.mean(torch.tensor(1.5 + number))
+    log(its, others, 3)
+    found = {name: float(value) for name, value in others.metrics(on_step=False)["log"].items()}
+    assert found == {"loss_epoch": (1.5 * 1 + 2.5 * 2 + 3.5 * 3 + 4.5 * 4) / 10, "most": 4.5, "mean": 3.0}
+    assert float(others.metrics(on_step=True)["log"]["now"]) == 4.5
+
+
+def test_metrics_that_cannot_be_made_again_are_refused() -> None:
+    made, results, metrics = sums()
+    results.log("training_step", "a", made.lightning_module.mean)
+    with pytest.raises(UsageError, match="a metric that is no attribute of the module"):
+        metrics.state_dict()
+    results.clear()
+    results.log("training_step", "b", torch.tensor(1.0), sync_dist_group=object())
+    with pytest.raises(UsageError, match=r"self\.log\('b', sync_dist_group=\.\.\.\) is not protected"):
+        metrics.state_dict()
+
+
+def test_a_log_in_csv_is_gone_on_with(tmp_path: Path) -> None:
+    def begun() -> Any:
+        return pl.loggers.CSVLogger(tmp_path, name="logs", version="version_4711")
+
+    first = begun()
+    adapter._go_on(first)
+    for step in range(2):
+        first.log_metrics({"loss": step / 2, "b": 1.0}, step)
+        first.save()
+    second = begun()
+    with pytest.warns(UserWarning, match="exists and is not empty"):
+        adapter._go_on(second)
+    second.log_metrics({"loss": 1.0, "b": 1.0}, 2)
+    second.save()
+    (file,) = tmp_path.glob("logs/version_4711/*")
+    assert file.read_text().splitlines() == ["b,loss,step", "1.0,0.0,0", "1.0,0.5,1", "1.0,1.0,2"]
