@@ -8,11 +8,14 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
+import torch.distributed as dist
 from torch import nn
+from torch.nn.parallel import DistributedDataParallel
 from torch.optim.lr_scheduler import LambdaLR
 
 from ckptless.daemon.protocol.errors import ProtocolError, RecoveryError, UsageError
 from ckptless.pytorch_hooks.state import State, capture, codec, read, restore, rng
+from ckptless.pytorch_hooks.torch_private.calls import HashStore
 
 
 class Counter:
@@ -31,6 +34,26 @@ class Counter:
 def make(**extra: Any) -> State:
     model = nn.Linear(2, 2)
     return State(model=model, optimizer=torch.optim.SGD(model.parameters(), lr=0.1), **extra)
+
+
+@pytest.mark.parametrize("quiet", [False, True])
+def test_whether_a_ddp_shares_its_buffers_next_is_part_of_a_step(quiet: bool) -> None:
+    """It does not after a forward pass under no_sync(): what a BatchNorm has afterwards depends on that."""
+    dist.init_process_group("gloo", store=HashStore(), rank=0, world_size=1)
+    try:
+        model = DistributedDataParallel(nn.Sequential(nn.Linear(2, 2), nn.BatchNorm1d(2)))
+        state = State(model=model, optimizer=torch.optim.SGD(model.parameters(), lr=0.1))
+        if quiet:
+            with model.no_sync():
+                model(torch.ones(2, 2))
+        assert model.require_forward_param_sync is not quiet
+        kept = capture(state, 1)
+        # As a new process's is, or one that was cut off elsewhere.
+        model.require_forward_param_sync = quiet
+        restore(kept, state)
+        assert model.require_forward_param_sync is not quiet
+    finally:
+        dist.destroy_process_group()
 
 
 # ---- State
