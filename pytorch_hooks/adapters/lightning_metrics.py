@@ -32,7 +32,7 @@ class Metrics:
         self._known: dict[str, tuple[Any, dict[str, Any]]] = {}
 
     def state_dict(self) -> dict[str, Any]:
-        """Return all of it: each tensor once, the rest by its index. Raises UsageError."""
+        """Return all of it: the tensors stacked, so that they are copied as one. Raises UsageError."""
         tensors = _Tensors()
         connector = self._trainer._logger_connector
         return {
@@ -45,13 +45,12 @@ class Metrics:
                 key: self._told(key, one, tensors)
                 for key, one in self._trainer.fit_loop.epoch_loop._results.items()
             },
-            "tensors": tensors.all,
+            "tensors": tensors.stacked(),
         }
 
     def load_state_dict(self, saved: dict[str, Any]) -> None:
         """Put it back."""
-        device = self._trainer.strategy.root_device
-        tensors = [one.to(device) for one in saved["tensors"]]
+        tensors = [one.unbind() for one in saved["tensors"]]
         connector, loop = self._trainer._logger_connector, self._trainer.fit_loop.epoch_loop
         for of, values in zip(SEEN, saved["seen"], strict=True):
             setattr(connector, of, {name: _there(value, tensors) for name, value in values.items()})
@@ -76,7 +75,7 @@ class Metrics:
             "sums": [tensors.add(has.get(name)) for name in (SUMS if one.is_tensor else SUMS[2:])],
         }
 
-    def _metric(self, told: dict[str, Any], tensors: list[torch.Tensor]) -> Any:
+    def _metric(self, told: dict[str, Any], tensors: list[tuple[torch.Tensor, ...]]) -> Any:
         known = dict(told["known"])
         reduce, sync, is_tensor = (known.pop(name) for name in ("reduce", "sync", "is_tensor"))
         should, rank_zero_only, has_fn = sync
@@ -98,22 +97,33 @@ class _Tensors:
     """Tensors, each once: the same one is in several places."""
 
     def __init__(self) -> None:
-        self.all: list[torch.Tensor] = []
-        self._index: dict[int, int] = {}
+        self._groups: list[list[torch.Tensor]] = []
+        # By type, shape and device.
+        self._alike: dict[Any, int] = {}
+        self._places: dict[int, list[int]] = {}
 
     def add(self, value: Any) -> Any:
-        """Return what stands for a value: a number for itself, a tensor's index in a list."""
-        index = self._index.get(id(value))
-        if index is None:
-            if not isinstance(value, torch.Tensor):
-                return value
-            index = self._index[id(value)] = len(self.all)
-            self.all.append(value.detach() if value.requires_grad else value)
-        return [index]
+        """Return what stands for a value: a number for itself, for a tensor a list of where it is."""
+        place = self._places.get(id(value))
+        if place is not None:
+            return place
+        if not isinstance(value, torch.Tensor):
+            return value
+        number = self._alike.setdefault((value.dtype, value.shape, value.device), len(self._groups))
+        if number == len(self._groups):
+            self._groups.append([])
+        group = self._groups[number]
+        group.append(value.detach() if value.requires_grad else value)
+        place = self._places[id(value)] = [number, len(group) - 1]
+        return place
+
+    def stacked(self) -> list[torch.Tensor]:
+        """Return the tensors, those that are alike as one."""
+        return [torch.stack(group) for group in self._groups]
 
 
-def _there(value: Any, tensors: list[torch.Tensor]) -> Any:
-    return tensors[value[0]] if isinstance(value, list) else value
+def _there(value: Any, tensors: list[tuple[torch.Tensor, ...]]) -> Any:
+    return tensors[value[0]][value[1]] if isinstance(value, list) else value
 
 
 def _known(one: Any) -> dict[str, Any]:

@@ -74,6 +74,15 @@ class Ref(msgspec.Struct, frozen=True):
     name: str
 
 
+@dataclass(frozen=True, slots=True)
+class _OnItsWay:
+    """Stands for a tensor on a device, of which a copy is on its way to the CPU; is encoded as that one."""
+
+    copy: torch.Tensor
+    device: str
+    is_leaf: bool
+
+
 @dataclass(frozen=True)
 class Encoded:
     """A tree whose arrays lie apart: `parts` are (offset, bytes), ascending; what lies between is zero."""
@@ -82,6 +91,38 @@ class Encoded:
     parts: tuple[tuple[int, memoryview], ...]
     # The views are of memory that these own.
     owners: tuple[object, ...]
+
+
+def sent_off(tree: Any) -> tuple[Any, set[torch.device]]:
+    """Queue copies of a tree's tensors on devices; return what encodes as the tree does, once they are there.
+
+    It shares nothing with the tree. The tree itself, and no device, where none of it is on one, or where it
+    has other things than numbers, words, tensors, lists, tuples and dicts.
+    """
+    devices: set[torch.device] = set()
+    made = _send_off(tree, devices, 0)
+    return (tree, set()) if made is _CANNOT or not devices else (made, devices)
+
+
+_CANNOT = object()
+
+
+def _send_off(value: Any, devices: set[torch.device], depth: int) -> Any:
+    kind = type(value)
+    if kind in _PLAIN or kind in (int, str):
+        return value
+    if kind is torch.Tensor and raw.why_not(value) is None:
+        leaf = value.requires_grad and value.is_leaf
+        if value.device.type != "cpu":
+            devices.add(value.device)
+        copy = value.detach().to("cpu", non_blocking=True, copy=True)
+        return _OnItsWay(copy, value.device.type, leaf)
+    if kind not in (list, tuple, dict) or depth > _DEPTH:
+        return _CANNOT
+    items = [_send_off(one, devices, depth + 1) for one in (value.values() if kind is dict else value)]
+    if any(one is _CANNOT for one in items):
+        return _CANNOT
+    return dict(zip(value, items, strict=True)) if kind is dict else kind(items)
 
 
 def encode(value: object, *, name: str = "state", limit: int = LIMIT) -> bytes:
@@ -253,6 +294,10 @@ class _Packer:
         leaf = value.requires_grad and value.is_leaf
         return _ext(_TENSOR, [name, shape, value.device.type, leaf, raw.to_bytes(value)])
 
+    def on_its_way(self, value: _OnItsWay, _at: _At) -> Any:
+        name, shape = raw.NAMES[value.copy.dtype], list(value.copy.shape)
+        return _ext(_TENSOR, [name, shape, value.device, value.is_leaf, raw.to_bytes(value.copy)])
+
     def _numpy(self, value: Any, at: _At) -> Any:
         numpy, name = sys.modules["numpy"], value.dtype.str
         if not is_plain_array(value):
@@ -324,6 +369,7 @@ _PACKERS: dict[type, Callable[[_Packer, Any, _At], Any]] = {
     OrderedDict: lambda packer, v, at: _ext(_ORDERED, packer.pairs(v, at)),
     deque: lambda packer, v, at: _ext(_DEQUE, [v.maxlen, packer.items(v, at)]),
     torch.Tensor: _Packer.tensor,
+    _OnItsWay: _Packer.on_its_way,
     torch.dtype: lambda _packer, v, at: _pack_dtype(v, at),
     torch.Size: lambda _packer, v, _at: _ext(_SIZE, list(v)),
     Ref: lambda _packer, v, _at: msgspec.msgpack.Ext(_REF, v.name.encode()),

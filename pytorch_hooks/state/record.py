@@ -98,9 +98,15 @@ class Draft:
     """A record that lacks what is still on its way from a device; no device was waited for."""
 
     def __init__(
-        self, made: _Record, buffers: dict[str, torch.Tensor], scalers: dict[str, Any], arrival: Arrival
+        self,
+        made: _Record,
+        buffers: dict[str, torch.Tensor],
+        scalers: dict[str, Any],
+        objects: dict[str, Any],
+        arrival: Arrival,
     ) -> None:
         self._made, self._buffers, self._scalers, self._arrival = made, buffers, scalers, arrival
+        self._objects = objects
 
     @property
     def is_whole(self) -> bool:
@@ -119,6 +125,8 @@ class Draft:
         self._made.buffers = codec.pack(self._buffers, name="buffers")
         for name, scaler in self._scalers.items():
             self._made.objects[name] = codec.pack(private.state_dict_of(scaler), name=f"state.{name}")
+        for name, value in self._objects.items():
+            self._made.objects[name] = codec.pack(value, name=f"state.{name}")
         return codec.seal(msgspec.msgpack.encode(self._made), name="the record")
 
 
@@ -139,6 +147,7 @@ def draft(
     tensors = tensors or TensorSet(state)
     scalers, buffers, arrival = _queue_copies(state)
     states = {name: _state_of(one) for name, one in _objects(parts).items() if name not in scalers}
+    objects, later, on_the_way = _objects_of(states, on_device=_is_on_device(parameters))
     made = _Record(
         step=step,
         cursor=codec.pack(cursor, name="cursor"),
@@ -154,7 +163,7 @@ def draft(
             name: codec.pack(msgspec.structs.asdict(optim.split(one)), name=f"state.{name}")
             for name, one in parts.optimizers.items()
         },
-        objects={name: codec.pack(value, name=f"state.{name}") for name, value in states.items()},
+        objects=objects,
         data={name: codec.pack(value, name=f"state.{name}") for name, value in parts.data.items()},
         attributes=attributes_of(state).capture(lambda: tensors.names, states),
         extra={
@@ -164,7 +173,26 @@ def draft(
         rng=codec.pack(rng.capture()),
         exact=exact,
     )
-    return Draft(made, buffers, scalers, arrival)
+    return Draft(made, buffers, scalers, later, arrival.together(Arrival(on_the_way)))
+
+
+def _is_on_device(parameters: list[torch.Tensor]) -> bool:
+    return bool(parameters) and parameters[0].device.type != "cpu"
+
+
+def _objects_of(
+    states: dict[str, Any], *, on_device: bool
+) -> tuple[dict[str, bytes], dict[str, Any], set[torch.device]]:
+    """Return objects' states packed; those that are to be, once the devices have done what is queued."""
+    packed, later, devices = {}, {}, set()
+    for name, value in states.items():
+        sent, where = codec.sent_off(value) if on_device else (value, set())
+        devices |= where
+        if where:
+            later[name] = sent
+        else:
+            packed[name] = codec.pack(value, name=f"state.{name}")
+    return packed, later, devices
 
 
 def _queue_copies(state: State) -> tuple[dict[str, Any], dict[str, torch.Tensor], Arrival]:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import contextlib
 from collections.abc import Callable, Iterator
-from typing import Protocol
+from typing import Any, Protocol
 
 import pytest
 import torch
@@ -18,7 +18,8 @@ from ckptless.pytorch_hooks.commit.frozen import Frozen, Needed
 from ckptless.pytorch_hooks.commit.slots import SLOTS
 from ckptless.pytorch_hooks.devices.sums import DeviceSums
 from ckptless.pytorch_hooks.errors import FrozenChanged, StateMoved
-from ckptless.pytorch_hooks.state import TensorCopy
+from ckptless.pytorch_hooks.state import State, TensorCopy, restore
+from ckptless.pytorch_hooks.state.record import draft
 from tests.gpu import kind
 from tests.gpu.commits import Rank
 
@@ -310,3 +311,45 @@ def test_memory_that_rots_is_found(make: Make) -> None:
     rank.commit()
     with pytest.raises(BadVersionError):
         rank.copying.wait()
+
+
+class Sums:
+    """An adapter's object, with tensors on the device and off it."""
+
+    # Into those of a script's own somebody looks at each commit.
+    __module__ = "ckptless"
+
+    def __init__(self, device: torch.device) -> None:
+        self.device = device
+        self.sums = {"loss": torch.zeros((), device=device), "count": torch.zeros((), dtype=torch.int64)}
+        self.names = ["a", "b"]
+
+    def state_dict(self) -> dict[str, object]:
+        return {"sums": self.sums, "names": self.names, "pair": (1, 2.5, None)}
+
+    def load_state_dict(self, saved: dict[str, Any]) -> None:
+        self.sums, self.names = saved["sums"], saved["names"]
+        assert saved["pair"] == (1, 2.5, None)
+
+
+def test_tensors_of_an_object_on_the_device_are_not_waited_for() -> None:
+    kind.install()
+    device = torch.device(kind.name())
+    model = nn.Linear(NARROW, NARROW).to(device)
+    sums = Sums(device)
+    state = State(model=model, optimizer=torch.optim.SGD(model.parameters(), lr=0.1), sums=sums)
+    sums.sums["loss"] += 1.5
+    sums.sums["count"] += 3
+    with kind.held(), kind.no_waits():
+        made = draft(state, 1)
+        # The training goes on.
+        sums.sums["loss"] += 1
+        sums.sums["count"] += 1
+        sums.names.append("c")
+    assert not made.is_whole
+    restore(made.finish(), state)
+    assert {name: (one.item(), one.device.type) for name, one in sums.sums.items()} == {
+        "loss": (1.5, device.type),
+        "count": (3, "cpu"),
+    }
+    assert sums.names == ["a", "b"]

@@ -141,8 +141,8 @@ def test_sums_go_on_as_they_would_have(beyond: int) -> None:
     connector._first_loop_iter, connector._current_fx = False, "training_step"
     connector._callback_metrics["val"] = torch.tensor(0.25)
     saved = metrics.state_dict()
-    assert all(isinstance(one, torch.Tensor) for one in saved["tensors"])
-    assert len({id(one) for one in saved["tensors"]}) == len(saved["tensors"])
+    # Numbers of one type in one tensor, whatever has how many.
+    assert sorted(str(one.dtype) for one in saved["tensors"]) == ["torch.float32", "torch.int64"]
     if beyond:
         # The process lives, and has gone on.
         its, others, again = made, results, metrics
