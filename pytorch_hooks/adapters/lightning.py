@@ -12,15 +12,13 @@ moved is refused before the first step.
 from __future__ import annotations
 
 import inspect
-import os
 from collections.abc import Callable, Iterator
-from pathlib import Path
 from typing import Any
 
 import lightning.pytorch as pl
 import torch
 from lightning.fabric.utilities.data import _set_sampler_epoch
-from lightning.pytorch import callbacks, loggers, strategies
+from lightning.pytorch import callbacks, strategies
 from lightning.pytorch.loops import fit_loop, training_epoch_loop
 from lightning.pytorch.loops.fetchers import _DataLoaderIterDataFetcher
 from lightning.pytorch.loops.loop import _Loop
@@ -31,6 +29,7 @@ from lightning.pytorch.trainer.states import TrainerFn
 import ckptless
 from ckptless.daemon.protocol.errors import UsageError
 from ckptless.pytorch_hooks import env
+from ckptless.pytorch_hooks.adapters.lightning_loggers import Loggers
 from ckptless.pytorch_hooks.adapters.lightning_metrics import Metrics
 
 # What is called, replaced on an instance, or read.
@@ -199,8 +198,9 @@ class _Fit:
         self._stage = trainer._run_stage
         trainer._run_stage = self._train
         self._watch()
+        # Who logs is asked for.
         strategy.set_world_ranks()
-        self._keep_loggers()
+        self._loggers = Loggers(trainer, run, joins=self.alone)
 
     @property
     def _fit_loop(self) -> Any:
@@ -231,13 +231,13 @@ class _Fit:
         if not self.run.step:
             # Again from the begin, where all set their data up together.
             self._fit_loop._combined_loader = self._epoch_loop.val_loop._combined_loader = None
-            self._put_back()
+            self._put_back(joins=joins)
             self._stage()
             return
         if not again and not joins:
             # From a disk.
             self._set_up_data()
-        self._put_back()
+        self._put_back(joins=joins)
         self._rest()
 
     def _build(self) -> ckptless.State:
@@ -383,7 +383,7 @@ class _Fit:
         """Take it; it is put back once all the rest is."""
         self._saved = saved
 
-    def _put_back(self) -> None:
+    def _put_back(self, *, joins: bool) -> None:
         trainer, saved = self.trainer, self._saved
         assert saved is not None
         for path, of, _names in self._counted:
@@ -401,30 +401,7 @@ class _Fit:
         # By id, of the process that has committed it.
         trainer.lightning_module._metric_attributes = None
         self._committed = self._epoch_loop.global_step
-
-    # ------------------------------------------------------------------------------------- loggers
-
-    def _keep_loggers(self) -> None:
-        """Have all processes that rank 0 may ever be log to one folder, and none begin it anew."""
-        for one in self.trainer.loggers:
-            chosen = getattr(one, "_version", "") is None
-            if chosen:
-                # As Lightning does under Slurm: the job's, not the next one that is free.
-                one._version = f"version_{os.environ['TORCHELASTIC_RUN_ID']}"
-            if (chosen or self.alone) and isinstance(one, loggers.CSVLogger) and self.trainer.is_global_zero:
-                _go_on(one)
-
-
-def _go_on(logger: Any) -> None:
-    """Have a CSVLogger add to its file, which it deletes where it begins."""
-    file = Path(logger.log_dir) / "metrics.csv"
-    aside = file.with_suffix(".kept")
-    if file.exists():
-        file.replace(aside)
-        writer = logger.experiment
-        aside.replace(file)
-        with file.open() as lines:
-            writer.metrics_keys = lines.readline().rstrip().split(",")
+        self._loggers.go_back(self.run.step, self._epoch_loop._batches_that_stepped, joins=joins)
 
 
 def _counted(loop: Any, path: str) -> Iterator[tuple[str, dict[str, Any], list[str]]]:

@@ -4,11 +4,13 @@ With PLAIN in the environment it is Lightning's own strategy. VARIANT says what 
 writes its losses and what Lightning logs, with all bits, and at the end a digest of the parameters.
 """
 
+import csv
 import hashlib
 import os
 import signal
 import sys
 import time
+from collections import Counter
 from pathlib import Path
 from typing import Any
 
@@ -223,6 +225,12 @@ def finish(module: Any, trainer: Any) -> None:
     for parameter in module.parameters():
         local = parameter.to_local() if hasattr(parameter, "to_local") else parameter
         digest.update(local.detach().numpy().tobytes())
+    if trainer.is_global_zero:
+        (log,) = (OUT / "logs").glob("version_*/metrics.csv")
+        with log.open(newline="") as file:
+            rows = Counter(repr(sorted(i for i in row.items() if i[1])) for row in csv.DictReader(file))
+        for row, times in rows.items():
+            tell("logged", f"{times} x {row}")
     tell("final", f"{digest.hexdigest()} {trainer.global_step} {trainer.current_epoch} {module.batches}")
 
 

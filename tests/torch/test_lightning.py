@@ -18,6 +18,7 @@ from lightning.pytorch.trainer.states import TrainerFn
 import ckptless.lightning
 from ckptless.daemon.protocol.errors import UsageError
 from ckptless.pytorch_hooks.adapters import lightning as adapter
+from ckptless.pytorch_hooks.adapters.lightning_loggers import Loggers, go_on, lines
 from ckptless.pytorch_hooks.adapters.lightning_metrics import Metrics
 
 # Of how one runs, and what it runs on.
@@ -182,14 +183,53 @@ def test_a_log_in_csv_is_gone_on_with(tmp_path: Path) -> None:
         return pl.loggers.CSVLogger(tmp_path, name="logs", version="version_4711")
 
     first = begun()
-    adapter._go_on(first)
+    go_on(first)
     for step in range(2):
         first.log_metrics({"loss": step / 2, "b": 1.0}, step)
         first.save()
     second = begun()
     with pytest.warns(UserWarning, match="exists and is not empty"):
-        adapter._go_on(second)
+        go_on(second)
     second.log_metrics({"loss": 1.0, "b": 1.0}, 2)
     second.save()
     (file,) = tmp_path.glob("logs/version_4711/*")
     assert file.read_text().splitlines() == ["b,loss,step", "1.0,0.0,0", "1.0,0.5,1", "1.0,1.0,2"]
+
+
+class Logged:
+    """A job of one rank that logs two lines a step, and one more in the second."""
+
+    def __init__(self, home: Path, *, joins: bool = False) -> None:
+        self.logger = pl.loggers.CSVLogger(home, name="logs", version="version_4711")
+        self.run = SimpleNamespace(step=0)
+        trainer = SimpleNamespace(loggers=[self.logger], is_global_zero=True)
+        self.loggers = Loggers(trainer, self.run, joins=joins)
+
+    def step(self, most: int = 9) -> None:
+        """Do a step, or so many lines of it."""
+        names = ["loss", "loss", "val"] if self.run.step == 1 else ["loss", "rate"]
+        for name in names[:most]:
+            self.logger.log_metrics({name: self.run.step / 2, "epoch": 0}, self.run.step)
+            self.logger.save()
+        if most == 9:
+            self.run.step += 1
+
+
+@pytest.mark.parametrize("joins", [False, True])
+@pytest.mark.parametrize("back", [0, 1, 2])
+@pytest.mark.parametrize("most", [0, 1, 2])
+@pytest.mark.filterwarnings("ignore:.*is not empty:UserWarning")
+def test_each_line_is_written_once(tmp_path: Path, joins: bool, back: int, most: int) -> None:
+    plain, job = Logged(tmp_path / "plain"), Logged(tmp_path / "job")
+    for _ in range(4):
+        plain.step()
+    job.step()
+    job.step()
+    job.step(most)
+    if joins:
+        job = Logged(tmp_path / "job", joins=True)
+    job.run.step = back
+    job.loggers.go_back(back, back, joins=joins)
+    for _ in range(4 - back):
+        job.step()
+    assert sorted(map(repr, lines(job.logger))) == sorted(map(repr, lines(plain.logger)))
