@@ -1,5 +1,9 @@
-"""`ckptless.run`: calls a training function, again after every fault; without an agent, once."""
+"""`ckptless.run`: calls a training function, again after every fault; without an agent, once.
 
+`ckptless.protect`: does that for the rest of a script, which new processes run from its begin after a fault.
+"""
+
+import atexit
 import faulthandler
 import logging
 import os
@@ -22,7 +26,7 @@ from ckptless.pytorch_hooks.errors import CollectiveFailed, DeviceLost, Generati
 from ckptless.pytorch_hooks.process_groups.groups import ProcessGroups
 from ckptless.pytorch_hooks.running import standalone
 from ckptless.pytorch_hooks.running.training import COLLECTIVE_TIMEOUT, Run
-from ckptless.pytorch_hooks.running.user_hooks import Hook, UserHooks
+from ckptless.pytorch_hooks.running.user_hooks import NO_HOOKS, Hook, UserHooks
 from ckptless.pytorch_hooks.state import rng
 
 logger = logging.getLogger(__name__)
@@ -82,13 +86,33 @@ def run(  # noqa: PLR0913  # what a user may say, by keywords
     worker.run()
 
 
+def protect(
+    *, commit_every: int | Literal["auto"] = 1, commit_budget: float = 0.01, overlap: Wanted = "off"
+) -> Any:
+    """Protect the rest of a script that is no function: return the `run` that `ckptless.run` would give one.
+
+    To be called once, in the main thread, before the script makes process groups (its init_process_group is
+    taken for those that are there); then `run.keep(State(...))` where all is built, and `run.commit()` after
+    each step. After a fault all processes are new, run the script from its begin, and get the step in `keep`,
+    from memory. Options as of `ckptless.run`. Without an agent around it nothing is protected. Raises
+    UsageError.
+    """
+    checked(commit_every, commit_budget)
+    checked_overlap(overlap)
+    socket_name = env.read().agent_socket
+    if socket_name is None:
+        return standalone.protect()
+    worker = _Worker(socket_name, None, (commit_every, commit_budget), overlap, NO_HOOKS)
+    return worker.begin()
+
+
 class _Worker:
     """A rank's life: generation after generation, until all ranks have finished."""
 
     def __init__(
         self,
         socket_name: str,
-        train: Callable[[Any], object],
+        train: Callable[[Any], object] | None,
         commits: tuple[int | str, float],
         overlap: Wanted,
         hooks: UserHooks,
@@ -140,6 +164,53 @@ class _Worker:
             self._run.loaders.abandon()
             raise
 
+    def begin(self) -> Run:
+        """Take the part that is given next, for a script that goes on with it by itself; see `protect`."""
+        if env.read().rank < 0:
+            self._warm()
+        part = self._session.wait_assigned(after=0)
+        if part is None:
+            # A spare that nobody has needed.
+            self._run.close()
+            sys.exit()
+        before = sys.excepthook
+
+        def uncaught(kind: type[BaseException], error: BaseException, trace: Any) -> None:
+            if isinstance(error, (Exception, GenerationEnded, DeviceLost)):
+                self._give_up(part, error)
+            else:
+                self._over = True
+                before(kind, error, trace)
+
+        sys.excepthook = uncaught
+        self._run.enter(part)
+        self._run.building()
+        # Before that of the process groups.
+        atexit.register(self._end, part)
+        return self._run
+
+    def _give_up(self, part: m.Assigned, error: BaseException) -> None:
+        """The script has ended by an error: another process takes this one's place, and its agent ends it."""
+        self._over = True
+        try:
+            cause = self._left(self._cause_of(part, error), error)
+        except DeviceLost as lost:
+            self._end_with_device(lost)
+        self._leave(part.generation, cause)
+        # Nobody gives it a rank again: until the job is over it is waited for in vain.
+        self._session.wait_assigned(after=part.generation)
+
+    def _end(self, part: m.Assigned) -> None:
+        """The script has ended; its exit code says how."""
+        if self._over:
+            return
+        try:
+            self._run.finish(waits=False)
+        except GenerationEnded as end:
+            self._give_up(part, end)
+            return
+        self._run.close()
+
     def _warm(self) -> None:
         """A spare makes ready what it may need."""
         try:
@@ -190,24 +261,31 @@ class _Worker:
                 if part.restore_step is None:
                     rng.restore(self._random)
                 self._run.enter(part)
-            if self._body is None:
-                self._train(self._run)
-            else:
+            if self._body is not None:
                 self._body()
+            elif self._train is not None:
+                self._train(self._run)
             if not self._over:
                 self._run.finish()
-        except GenerationEnded as end:
-            return self._left(m.Cause(kind="stop", text=str(end)), end)
-        except CollectiveFailed as failure:
-            return self._left(m.Cause(kind="broken", text=_shorten(str(failure))), failure)
-        except NoRoomError as refusal:
-            return self._left(m.Cause(kind="no-room", text=_shorten(str(refusal))), refusal)
-        except Exception as error:
+        except (Exception, GenerationEnded) as error:
             if self._over:
                 raise
             # Whatever the user's code raises is a fault to report.
-            return self._left(self._blame(part, error), error)
+            return self._left(self._cause_of(part, error), error)
         return None
+
+    def _cause_of(self, part: m.Assigned, error: BaseException) -> m.Cause:
+        """Return why the training was left. Raises DeviceLost, also where that is what it is given."""
+        match error:
+            case GenerationEnded():
+                return m.Cause(kind="stop", text=str(error))
+            case CollectiveFailed():
+                return m.Cause(kind="broken", text=_shorten(str(error)))
+            case NoRoomError():
+                return m.Cause(kind="no-room", text=_shorten(str(error)))
+            case Exception():
+                return self._blame(part, error)
+        raise error
 
     def _end_with_device(self, lost: DeviceLost) -> NoReturn:
         """End this process: another one is needed, and threads that are stuck in the device are left so."""
@@ -228,7 +306,7 @@ class _Worker:
             return m.Cause(kind="stop", text=_shorten(repr(error)))
         if entered and self._groups.broken is not None:
             return m.Cause(kind="broken", text=_shorten(self._groups.broken))
-        traceback.print_exc()
+        traceback.print_exception(error)
         # MemoryError and others say nothing more.
         text = _shorten(": ".join(filter(None, (type(error).__name__, str(error)))))
         self._groups.abort()

@@ -1,5 +1,6 @@
 """A training function without an agent around it: the same calls, stock PyTorch underneath."""
 
+import atexit
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import contextmanager
 from typing import Any
@@ -57,9 +58,9 @@ class StandaloneRun:
     def on_resize(self, function: Callable[[Any, int, int], None]) -> None:
         """See Run; the number of ranks stays."""
 
-    def keep(self, build: Callable[[], State]) -> State:
+    def keep(self, build: Callable[[], State] | State) -> State:
         """See Run."""
-        state = checked_state(build())
+        state = build if isinstance(build, State) else checked_state(build())
         if self._exact is not None:
             share = Share(self.rank, self.world_size, self._exact.virtual_ranks)
             self._exact_steps = ExactSteps(self._exact, state, share, lambda: self.step)
@@ -147,6 +148,14 @@ def run(train: Callable[[Any], object], exact: Exact | None = None) -> None:
     finally:
         _made.clear()
         dist.destroy_process_group()
+
+
+def protect() -> StandaloneRun:
+    """Return the run of a script that is no function, with the process group of `run`, until its end."""
+    if not dist.is_initialized():
+        _init_process_group()
+        atexit.register(dist.destroy_process_group)
+    return StandaloneRun()
 
 
 def _init_process_group() -> None:

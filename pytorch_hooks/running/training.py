@@ -393,16 +393,25 @@ class Run:
 
     # -------------------------------------------------------------------------------------- keep
 
-    def keep(self, build: Callable[[], State]) -> State:
+    def keep(self, build: Callable[[], State] | State) -> State:
         """The job's state: built once in a process, and after a fault brought back to the agreed step.
 
         `build` makes model, optimizer and everything else that the next step depends on. In a process that
         lives through a fault it is not called again: the same objects come back, their process groups
         renewed. In a new process it is called, and the state is then restored into what it built; so it is
         in every process where `world_size` is another than before: what it gives then are new objects, and
-        those from before are let go of first. Call it once, before any collective but a barrier. Raises
+        those from before are let go of first. Call it once, before any collective but a barrier. Where
+        `ckptless.protect` has given this run, the State itself may be given. Raises
         UsageError, also where one came before; GenerationEnded.
         """
+        if isinstance(build, State):
+            made = build
+            if not self.sets_up_once:
+                raise UsageError(
+                    "run.keep was given a State: give it the function that builds one, which is not called "
+                    "again in a process that has one"
+                )
+            return self.keep(lambda: made)
         if self._has_state:
             raise UsageError("run.keep was called twice: put everything into one State")
         self._groups.end_early()
@@ -804,15 +813,16 @@ class Run:
 
     # ----------------------------------------------------------------------------------- the end
 
-    def finish(self) -> None:
-        """The training function has returned: wait for the others, who may still need this rank."""
+    def finish(self, *, waits: bool = True) -> None:
+        """The training function has returned: wait for the others (if this one `waits`), who may need it."""
         # no deadline: copies of memory, and the agent's answers; the control plane ends what hangs
         self._copying.wait()
         if self._has_state:
             # The last step, too, is compared with the twins' before training counts as over.
             self._session.wait_acked(self.generation, self._saved)
         self._session.send(m.Finished(generation=self.generation))
-        self._session.wait_released(self.generation)
+        if waits:
+            self._session.wait_released(self.generation)
 
     def leave(self) -> None:
         """The training function has raised: nothing of this generation is sent any more after this."""
