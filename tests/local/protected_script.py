@@ -60,7 +60,8 @@ while run.step < STEPS:
     loss.backward()  # type: ignore[no-untyped-call]
     strike(run.step)
     optimizer.step()
-    state.best = best = float(min(state.best, loss.item()))
+    best: float = min(state.best, loss.item())
+    state.best = best
     with (OUT / f"loss-{rank}.txt").open("a") as file:
         file.write(f"{run.step} {loss.item().hex()} {best.hex()}\n")
     run.commit(loss=loss)
