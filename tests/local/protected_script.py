@@ -60,10 +60,10 @@ while run.step < STEPS:
     loss.backward()  # type: ignore[no-untyped-call]
     strike(run.step)
     optimizer.step()
-    best: float = min(state.best, loss.item())
-    state.best = best
+    found = float(loss)
+    state.best = best = min(float(state.best), found)
     with (OUT / f"loss-{rank}.txt").open("a") as file:
-        file.write(f"{run.step} {loss.item().hex()} {best.hex()}\n")
+        file.write(f"{run.step} {found.hex()} {best.hex()}\n")
     run.commit(loss=loss)
 
 digest = hashlib.sha256(b"".join(p.detach().numpy().tobytes() for p in model.parameters()))
