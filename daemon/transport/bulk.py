@@ -41,6 +41,13 @@ class CountingReader(asyncio.StreamReader):
         self.unread += len(data)
         super().feed_data(data)
 
+    def set_exception(self, exc: Any) -> None:
+        """Note that the connection is lost, also where who waits is cancelled in the same turn of the loop."""
+        waiter: Any = self._waiter  # type: ignore[attr-defined]
+        super().set_exception(exc)
+        if waiter is not None and not waiter.cancelled():
+            waiter.exception()
+
     def widen(self, limit: int) -> None:
         """Take up to so many bytes from now on (twice, as asyncio counts) before somebody reads them."""
         self._limit = limit  # asyncio gives no other way, and an end must not have its room before its proof

@@ -149,6 +149,8 @@ class Cursor:
         self._tells: bool | None = None
         # What the next batch draws, of an iterator that was begun again in the middle of its epoch.
         self._again = DRAWS
+        # By id, of the samplers of a loader: the epoch that each had as an iterator was begun, or _SET.
+        self._epochs: dict[int, Any] = {}
         # Of the newest epochs: what the loader's own generators were like as each began.
         self._own: dict[int, list[Any]] = {}
         self._iterator: Iterator[Any] | None = None
@@ -369,11 +371,17 @@ class Cursor:
         if self._source is not loader:
             self._tells = None
             self._kept = LoaderState(loader, self._shared)
+            self._epochs = {}
         self._source, self._layout = loader, getattr(loader, "layout", None)
         # Most draw a seed where they begin.
         self._draws_nothing, self._drawless = False, _is_drawless(loader)
-        for part in (loader, getattr(loader, "sampler", None), getattr(loader, "batch_sampler", None)):
-            if part is not None and hasattr(part, "set_epoch"):
+        parts: list[Any] = [
+            loader,
+            getattr(loader, "sampler", None),
+            getattr(loader, "batch_sampler", None),
+        ]
+        for part in parts:
+            if hasattr(part, "set_epoch") and not self._is_set_by_script(part):
                 part.set_epoch(self.position.epoch)
         calls = self._calls()
         if self.position.loader is not None:
@@ -392,7 +400,21 @@ class Cursor:
         else:
             self._pass_over(loader)
         self._talks |= self._calls() != calls
+        self._epochs |= {
+            id(part): part.epoch
+            for part in parts
+            if isinstance(part, DistributedSampler) and self._epochs.get(id(part)) != _SET
+        }
         self._fetched = self.position
+
+    def _is_set_by_script(self, part: Any) -> bool:
+        """Whether the script tells a sampler its epoch, and may count otherwise than here: some begin at 1."""
+        if not isinstance(part, DistributedSampler):
+            return False
+        known = self._epochs.get(id(part), 0)
+        if known not in (_SET, part.epoch):
+            self._epochs[id(part)] = known = _SET
+        return bool(known == _SET)
 
     def _pass_over(self, loader: Iterable[Any]) -> None:
         now, epoch = rng.capture(), self.position.epoch
@@ -428,6 +450,8 @@ class Cursor:
 
 
 _END = object()
+# In the place of an epoch that the script sets.
+_SET = object()
 
 
 def _digest(batch: Any) -> int:

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import functools
 import inspect
+import sys
 from collections.abc import Callable
 from dataclasses import dataclass, field
 from typing import Any
@@ -87,6 +88,8 @@ def answer(standing: Callable[[], Standing | None], *, stock: bool = False) -> N
     `stock`: they are torch's own, which answer for themselves what they are.
     """
 
+    replaced: dict[int, Callable[..., Any]] = {}
+
     def instead(name: str, answers: Callable[..., Any]) -> None:
         before = getattr(c10d, name)
         signature = inspect.signature(before)
@@ -101,6 +104,7 @@ def answer(standing: Callable[[], Standing | None], *, stock: bool = False) -> N
         for module in (c10d, dist):
             if hasattr(module, name):
                 setattr(module, name, call)
+        replaced[id(before)] = call
 
     instead("init_process_group", lambda here, _stock, asked: here.join(asked))
     instead("destroy_process_group", _destroy)
@@ -108,6 +112,21 @@ def answer(standing: Callable[[], Standing | None], *, stock: bool = False) -> N
         instead("_new_group_with_tag", Standing.make)
         instead("get_backend", _backend)
         instead("get_backend_config", _config)
+    _replace_imported(replaced)
+
+
+def _replace_imported(replaced: dict[int, Callable[..., Any]]) -> None:
+    """Have modules that are not torch's, and have imported functions of it by name before, have the others.
+
+    `replaced`: those by the id of torch's. 14 ms where 3,100 modules are loaded, once in a process.
+    """
+    for name, module in list(sys.modules.items()):
+        if name.partition(".")[0] in ("torch", "ckptless"):
+            continue
+        # Some make their attributes as they are asked for.
+        own = getattr(module, "__dict__", {})
+        for key in [key for key, value in list(own.items()) if id(value) in replaced]:
+            own[key] = replaced[id(own[key])]
 
 
 def _destroy(_here: Standing, stock: Callable[..., None], asked: inspect.BoundArguments) -> None:

@@ -14,6 +14,9 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
+# As many do: before ckptless is asked for anything.
+from torch.distributed import destroy_process_group, init_process_group
+
 import ckptless
 
 OUT, KILL_STEP, EARLY = Path(sys.argv[1]), int(sys.argv[2]), "early" in sys.argv[3:]
@@ -21,7 +24,7 @@ STEPS = 12
 
 
 def train(run: Any) -> None:
-    dist.init_process_group("gloo", timeout=timedelta(minutes=5), rank=run.rank, world_size=run.world_size)
+    init_process_group("gloo", timeout=timedelta(minutes=5), rank=run.rank, world_size=run.world_size)
     # As DDP's users and dist.nn.functional ask.
     assert dist.get_backend() is dist.Backend.GLOO
     assert "cpu:gloo" in dist.get_backend_config()
@@ -52,7 +55,7 @@ def train(run: Any) -> None:
         if run.step == KILL_STEP and run.rank == 1 and run.generation == 1:
             os.kill(os.getpid(), signal.SIGKILL)
         run.commit(loss=loss.item())
-    dist.destroy_process_group()
+    destroy_process_group()
     (OUT / f"final-{run.rank}.txt").write_text(f"{loss.item().hex()}\n")
 
 

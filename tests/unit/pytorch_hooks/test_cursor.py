@@ -482,6 +482,42 @@ def test_a_commit_between_two_epochs(kind: str, replaced: bool) -> None:
     assert steps == undisturbed(kind)
 
 
+@pytest.mark.parametrize("first", [0, 1, 5])
+@pytest.mark.parametrize("at", [0, 1, 4, 5, 6, 9])
+@pytest.mark.parametrize("beyond", [0, 1, 5])
+@pytest.mark.parametrize("replaced", [False, True])
+def test_a_sampler_whose_epochs_the_script_counts(first: int, at: int, beyond: int, replaced: bool) -> None:
+    """From whichever number on: the order is that of the script's own loop."""
+
+    def made() -> DataLoader[int]:
+        numbers: Any = list(range(20))
+        sampler: Any = DistributedSampler(numbers, num_replicas=2, rank=1, shuffle=True, seed=4)
+        return DataLoader(numbers, batch_size=2, sampler=sampler)
+
+    def train(cursor: Cursor, loader: Any, end: int) -> list[list[int]]:
+        found: list[list[int]] = []
+        for epoch in range(cursor.position.epoch, 3):
+            loader.sampler.set_epoch(first + epoch)
+            for batch in cursor.batches(loader, 1):
+                found.append(batch.tolist())
+                if len(found) == end:
+                    return found
+        return found
+
+    plain, want = made(), []
+    for epoch in range(3):
+        plain.sampler.set_epoch(first + epoch)  # type: ignore[attr-defined]
+        want += [batch.tolist() for batch in plain]
+    cursor, loader = Cursor(), made()
+    train(cursor, loader, at) if at else None
+    record = codec.pack(cursor.committed())
+    train(cursor, loader, beyond) if beyond else None
+    if replaced:
+        cursor, loader = Cursor(), made()
+    cursor.restore(codec.unpack(record))
+    assert train(cursor, loader, 99) == want[at:]
+
+
 @pytest.mark.parametrize("kind", LOADERS)
 @pytest.mark.parametrize("at", [0, 1, 3, 4, 6, 8])
 @pytest.mark.parametrize("beyond", [0, 1, 4])
