@@ -41,13 +41,6 @@ class CountingReader(asyncio.StreamReader):
         self.unread += len(data)
         super().feed_data(data)
 
-    def set_exception(self, exc: Any) -> None:
-        """Note that the connection is lost, also where who waits is cancelled in the same turn of the loop."""
-        waiter: Any = self._waiter  # type: ignore[attr-defined]
-        super().set_exception(exc)
-        if waiter is not None and not waiter.cancelled():
-            waiter.exception()
-
     def widen(self, limit: int) -> None:
         """Take up to so many bytes from now on (twice, as asyncio counts) before somebody reads them."""
         self._limit = limit  # asyncio gives no other way, and an end must not have its room before its proof
@@ -67,6 +60,21 @@ class CountingReader(asyncio.StreamReader):
         data = await super().readexactly(n)
         self.unread -= len(data)
         return data
+
+
+class Streams(asyncio.StreamReaderProtocol):
+    """asyncio's, but for a loss of the connection of which nobody asks.
+
+    asyncio asks for it itself as this is deleted; where that is in a cycle (the error knows the frames that
+    it came through), the future may be deleted before, and prints a traceback.
+    """
+
+    def connection_lost(self, exc: Exception | None) -> None:
+        """Note it."""
+        super().connection_lost(exc)
+        closed: asyncio.Future[None] = self._closed  # type: ignore[attr-defined]
+        if closed.done() and not closed.cancelled():
+            closed.exception()
 
 
 class SendRate:

@@ -12,7 +12,7 @@ import msgspec
 from ckptless.daemon.protocol.codec import CONTROL_LIMIT
 from ckptless.daemon.protocol.errors import MismatchError, PeerError, ProtocolError
 from ckptless.daemon.transport import handshake
-from ckptless.daemon.transport.bulk import CountingReader, Pump, SendRate
+from ckptless.daemon.transport.bulk import CountingReader, Pump, SendRate, Streams
 from ckptless.daemon.transport.credentials import Credentials
 
 T = TypeVar("T")
@@ -307,7 +307,7 @@ async def _connect(route: Route) -> tuple[CountingReader, asyncio.StreamWriter]:
     """Connect as asyncio.open_connection does. Raises OSError."""
     loop = asyncio.get_running_loop()
     reader = CountingReader(READ_BUFFER_BYTES, loop)
-    protocol = asyncio.StreamReaderProtocol(reader, loop=loop)
+    protocol = Streams(reader, loop=loop)
     source = None if route.source is None else (route.source, 0)
     transport, _ = await loop.create_connection(lambda: protocol, *route.address, local_addr=source)
     return reader, asyncio.StreamWriter(transport, protocol, reader, loop)
@@ -323,8 +323,8 @@ async def serve(
     """
     loop = asyncio.get_running_loop()
 
-    def protocol() -> asyncio.StreamReaderProtocol:
-        return asyncio.StreamReaderProtocol(CountingReader(GREETING_BUFFER_BYTES, loop), handler, loop)
+    def protocol() -> Streams:
+        return Streams(CountingReader(GREETING_BUFFER_BYTES, loop), handler, loop)
 
     server = await loop.create_server(protocol, host, port, backlog=256)
     return server, int(server.sockets[0].getsockname()[1])

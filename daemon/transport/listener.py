@@ -21,7 +21,7 @@ from typing import TypeAlias
 from ckptless.daemon.protocol.errors import MismatchError, ProtocolError
 from ckptless.daemon.transport import handshake
 from ckptless.daemon.transport.bucket import TokenBucket
-from ckptless.daemon.transport.bulk import CountingReader
+from ckptless.daemon.transport.bulk import CountingReader, Streams
 from ckptless.daemon.transport.link import GREETING_BUFFER_BYTES, HANDSHAKE_DEADLINE_S
 
 logger = logging.getLogger(__name__)
@@ -187,7 +187,7 @@ class Listener:
         await asyncio.gather(*self._tasks, return_exceptions=True)
 
 
-class _Streams(asyncio.StreamReaderProtocol):
+class _Streams(Streams):
     """Streams of which `gone` hears when their connection is closed."""
 
     def __init__(

@@ -408,7 +408,7 @@ class Cursor:
         self._fetched = self.position
 
     def _is_set_by_script(self, part: Any) -> bool:
-        """Whether the script tells a sampler its epoch, and may count otherwise than here: some begin at 1."""
+        """Whether the script tells a sampler its epoch, and may count otherwise: some begin at 1."""
         if not isinstance(part, DistributedSampler):
             return False
         known = self._epochs.get(id(part), 0)
