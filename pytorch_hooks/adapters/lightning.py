@@ -47,7 +47,6 @@ VALIDATION_S = 3600.0
 NOT_KEPT = frozenset({"_last_time_checked"})
 _NUMBERS = frozenset({int, float, bool})
 _PLAIN = frozenset({*_NUMBERS, str, type(None)})
-_END = object()
 
 
 class _Protecting:
