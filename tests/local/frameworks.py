@@ -19,7 +19,9 @@ def told(home: Path) -> Told:
 def plain(script: Path, home: Path, size: int, env: dict[str, str]) -> Told:
     """Run it without ckptless and without faults; PLAIN in its environment says so."""
     words = ["-m", "torch.distributed.run", "--standalone", "--nproc-per-node", RANKS]
-    execute([*words, script, home / "plain", size, ""], home, {**env, "PLAIN": "1"})
+    # The ranks take torchrun's own store: a port that is picked first, and bound later, others may have then.
+    plainly = {**env, "PLAIN": "1", "TORCH_DISABLE_SHARE_RDZV_TCP_STORE": "0"}
+    execute([*words, script, home / "plain", size, ""], home, plainly)
     found = told(home / "plain")
     assert sum(name.startswith("final") for name in found) == RANKS
     return found
