@@ -151,17 +151,22 @@ def run(train: Callable[[Any], object], exact: Exact | None = None) -> None:
 
 
 def protect() -> StandaloneRun:
-    """Return the run of a script that is no function, with the process group of `run`, until its end."""
+    """Return the run of a script that is no function, with the process group of `run`; the script ends it."""
     if not dist.is_initialized():
-        _init_process_group()
-        atexit.register(dist.destroy_process_group)
+        _init_process_group(lasts=False)
+        atexit.register(_end)
     return StandaloneRun()
 
 
-def _init_process_group() -> None:
+def _end() -> None:
+    if dist.is_initialized():
+        dist.destroy_process_group()
+
+
+def _init_process_group(*, lasts: bool = True) -> None:
     # With one for the CPU, as there is under an agent.
     backends = {"cpu": "gloo", **({"cuda": "nccl"} if torch.cuda.is_available() else {})}
-    standing = asked.Standing(max(0, env.read().rank), env.read().world_size, "", backends)
+    standing = asked.Standing(max(0, env.read().rank), env.read().world_size, "", backends, lasts)
     backend = standing.config if len(backends) > 1 else "gloo"
     if env.read().launched:
         dist.init_process_group(backend)

@@ -29,6 +29,8 @@ class Standing:
     # What torch knows as the backend of each.
     ours: str
     backends: dict[str, str]
+    # Whether a script cannot end the default one.
+    lasts: bool = True
     # The backend that a script has named for a group, by the group's name.
     named: dict[str, str] = field(default_factory=dict)
 
@@ -129,8 +131,8 @@ def _replace_imported(replaced: dict[int, Callable[..., Any]]) -> None:
             own[key] = replaced[id(own[key])]
 
 
-def _destroy(_here: Standing, stock: Callable[..., None], asked: inspect.BoundArguments) -> None:
-    if asked.arguments.get("group") not in (None, dist.group.WORLD):
+def _destroy(here: Standing, stock: Callable[..., None], asked: inspect.BoundArguments) -> None:
+    if not here.lasts or asked.arguments.get("group") not in (None, dist.group.WORLD):
         stock(*asked.args, **asked.kwargs)
 
 

@@ -71,5 +71,9 @@ digest = hashlib.sha256(b"".join(p.detach().numpy().tobytes() for p in model.par
 (OUT / f"final-{rank}.txt").write_text(
     f"{digest.hexdigest()} {model.module[1].running_mean.sum().item().hex()}\n"
 )
+if "PLAIN" in os.environ:
+    dist.barrier()
+    # Stock Gloo groups now and then crash a process that ends with them.
+    os._exit(0)
 destroy_process_group()
 sys.exit(int(os.environ.get("CODE", "0")))
