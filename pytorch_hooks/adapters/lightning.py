@@ -52,9 +52,19 @@ _PLAIN = frozenset({*_NUMBERS, str, type(None)})
 class _Protecting:
     """Is mixed into a strategy of Lightning's; `options` are those of `ckptless.run`."""
 
-    options: dict[str, Any]
     fit: _Fit | None = None
     _launcher: Any
+
+    def __init__(
+        self,
+        *args: Any,
+        commit_every: Any = 1,
+        commit_budget: float = 0.01,
+        overlap: Any = "off",
+        **words: Any,
+    ) -> None:
+        super().__init__(*args, **words)
+        self.options = {"commit_every": commit_every, "commit_budget": commit_budget, "overlap": overlap}
 
     def _configure_launcher(self) -> None:
         if env.read().agent_socket is None:
@@ -90,31 +100,9 @@ class _Protecting:
 class DDPStrategy(_Protecting, strategies.DDPStrategy):
     """Lightning's DDPStrategy; `commit_every`, `commit_budget` and `overlap` are those of `ckptless.run`."""
 
-    def __init__(
-        self,
-        *args: Any,
-        commit_every: Any = 1,
-        commit_budget: float = 0.01,
-        overlap: Any = "off",
-        **words: Any,
-    ) -> None:
-        super().__init__(*args, **words)
-        self.options = {"commit_every": commit_every, "commit_budget": commit_budget, "overlap": overlap}
-
 
 class ModelParallelStrategy(_Protecting, strategies.ModelParallelStrategy):
     """Lightning's ModelParallelStrategy (FSDP2), as DDPStrategy here."""
-
-    def __init__(
-        self,
-        *args: Any,
-        commit_every: Any = 1,
-        commit_budget: float = 0.01,
-        overlap: Any = "off",
-        **words: Any,
-    ) -> None:
-        super().__init__(*args, **words)
-        self.options = {"commit_every": commit_every, "commit_budget": commit_budget, "overlap": overlap}
 
 
 strategies.StrategyRegistry.register("ckptless_ddp", DDPStrategy, "DDP that outlives its processes")

@@ -79,6 +79,9 @@ def go_on(logger: Any) -> None:
     """Have a CSVLogger add to its file, which it deletes where it begins."""
     file = _file(logger)
     aside = file.with_suffix(".kept")
+    if aside.exists():
+        # Whoever was here before was killed in between.
+        aside.replace(file)
     if file.exists():
         file.replace(aside)
         writer = logger.experiment

@@ -197,7 +197,7 @@ class _Worker:
         except DeviceLost as lost:
             self._end_with_device(lost)
         self._leave(part.generation, cause)
-        # Nobody gives it a rank again: until the job is over it is waited for in vain.
+        # no deadline: the agent ends this process where the job goes on, and answers where it is over
         self._session.wait_assigned(after=part.generation)
 
     def _end(self, part: m.Assigned) -> None:

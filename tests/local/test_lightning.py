@@ -37,10 +37,7 @@ def test_a_trainer_that_is_killed_ends_as_plain_lightning_does(tmp_path: Path, v
 
 
 def _results(found: dict[str, set[str]]) -> dict[str, set[str]]:
-    """Leave out who has fetched the data: a new process makes sure that it is there.
-
-    And of the log the folder's name, which is the job's.
-    """
+    """Leave out who has fetched the data: a new process makes sure that it is there."""
     return {name: lines for name, lines in found.items() if not name.startswith("prepared")}
 
 

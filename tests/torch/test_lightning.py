@@ -187,6 +187,9 @@ def test_a_log_in_csv_is_gone_on_with(tmp_path: Path) -> None:
     for step in range(2):
         first.log_metrics({"loss": step / 2, "b": 1.0}, step)
         first.save()
+    (file,) = tmp_path.glob("logs/version_4711/*")
+    # As where a process was killed while it put the file aside.
+    file.rename(file.with_suffix(".kept"))
     second = begun()
     with pytest.warns(UserWarning, match="exists and is not empty"):
         go_on(second)
