@@ -234,9 +234,8 @@ class Still(Clipped, Value, frozen=True, kw_only=True):
     """A rank that has not got on for `still_s`.
 
     `late`: that is much longer than any step before, of which the longest took `longest_s`. `phase` is where,
-    of which the script has said that it may last `allowed_s` yet (None: nothing). `call`: it waits in that.
-    `queued`: the collectives that its device was given, in each group. `at`: the place in the script, where
-    it is known.
+    `over`: for longer than the script has said. `call`: it waits in that. `queued`: the collectives that its
+    device was given, in each group. `at`: the place in the script, where it is known.
     """
 
     still_s: Age
@@ -244,7 +243,7 @@ class Still(Clipped, Value, frozen=True, kw_only=True):
     how: Stillness
     phase: Word
     longest_s: Seconds = 0.0
-    allowed_s: Seconds | None = None
+    over: bool = False
     call: Call | None = None
     queued: Annotated[tuple[tuple[Name, Number], ...], Meta(max_length=MOST_GROUPS)] = ()
     at: Text = ""
@@ -269,7 +268,8 @@ class SlotState(Value, frozen=True, kw_only=True):
 
     `step` is the newest that is done; each `every`-th is committed, which takes `share` of the time.
     `stepped`: one was done in this generation, whatever became of the process since. `still`: it does
-    not get on. `pace`: of its last steps.
+    not get on. `allowed_s`: by its script's word what it is at, instead of a step, may last so long yet
+    (None: nothing was said). `pace`: of its last steps.
     `exit_code` is negative for a signal. `hooked` tells whether the process speaks to the agent
     (`ckptless.run`), or is a plain script. `age_s`: how long ago that began.
     """
@@ -282,6 +282,7 @@ class SlotState(Value, frozen=True, kw_only=True):
     step: Step | None = None
     stepped: bool = False
     still: Still | None = None
+    allowed_s: Seconds | None = None
     pace: Pace | None = None
     loss: float | None = None
     every: Number | None = None

@@ -115,10 +115,11 @@ class PageReader:
             return self._text(NAME_AT, NAME_WORDS) or "own"
         return PHASES[number] if 0 < number < len(PHASES) else "compute"
 
-    def allowed_s(self, now: float) -> float | None:
-        """Return for how long yet its phase may last, by the script's word; None: it has said nothing."""
+    @property
+    def until(self) -> float | None:
+        """Until when its phase may last, by the script's word; None: it has said nothing."""
         until = self._words[UNTIL]
-        return min(max(0.0, until / 1e9 - now), MOST_S) if until > 0 else None
+        return until / 1e9 if until > 0 else None
 
     @property
     def waits(self) -> bool:

@@ -90,8 +90,20 @@ def other_collective() -> None:
 
 
 def evaluation(run: Any) -> None:
+    """And a slow step after it."""
     with run.phase("evaluation", up_to=60.0):
         time.sleep(12.0)
+    until = time.monotonic() + 5.0
+    while time.monotonic() < until:
+        pass
+
+
+def together(run: Any) -> None:
+    """All ranks evaluate, in one collective after the other."""
+    with run.phase("evaluation of all", up_to=60.0):
+        for _ in range(100):
+            dist.all_reduce(torch.ones(1, device=DEVICE))
+            time.sleep(0.12)
 
 
 def too_long(run: Any) -> None:
@@ -109,6 +121,9 @@ def maybe_hang(run: Any, where: str) -> None:
     name = HANGS.get((run.step, run.rank), "")
     kind, _, at = name.partition("@")
     if not name or (at or "forward") != where:
+        return
+    if kind == "together":
+        together(run)
         return
     try:
         with (OUT / f"hang-{run.step}").open("x") as file:

@@ -105,13 +105,19 @@ def test_who_sleeps_is_replaced_by_the_rhythm_of_the_job(tmp_path: Path, kinds: 
 
 
 def test_what_the_script_has_said_is_no_hang(tmp_path: Path) -> None:
-    """An evaluation on one rank, long by the job's rhythm and longer than the longest stall; then a hang."""
+    """Evaluations on one rank and on all, longer than the longest stall, and a slow step; then a hang."""
     out = tmp_path / "out"
     options = ["--job", "phase", "--nodes", RANKS, "--max-stall", 8, "--tee", "none"]
-    script = [HERE / "hangs_script.py", 100, out, "40:1:evaluation,80:2:too_long"]
+    script = [
+        HERE / "hangs_script.py",
+        100,
+        out,
+        "40:1:evaluation,60:0:together,60:1:together,60:2:together,80:2:too_long",
+    ]
     with Job(tmp_path, options, script) as job:
         job.ended(0, DEADLINE_S)
         ledger = job.ledger()
-    (fault,) = [one for one in ledger.faults if one.kind not in ("broken", "exit")]
-    assert (fault.kind, fault.rank) == ("hung", 2), job.story()
+    faults = [one for one in ledger.faults if one.kind not in ("broken", "exit")]
+    assert [(fault.kind, fault.rank) for fault in faults] == [("hung", 2)], job.story()
+    (fault,) = faults
     assert "(phase too long, longer than the script has said)" in fault.detail

@@ -82,8 +82,24 @@ HANGS: tuple[Named, ...] = (
         ),
         (
             "what the script has said counts only before the longest stall",
-            "if not late and stalled and training and not self._excused(training, now):",
-            "if not late and stalled and training:",
+            "return min(still_s, now - self._excused_s) > stall_s",
+            "return still_s > stall_s",
+            "test_what_the_script_has_said_counts_beyond_the_longest_stall_too",
+        ),
+    ),
+    *of(
+        f"{RECOVERY}/stalls.py",
+        "unit/control/test_deadlines.py",
+        (
+            "the step after an evaluation has the rest of its time",
+            "self._excused_s = now if excused else -math.inf",
+            "self._excused_s = math.inf if excused else -math.inf",
+            "test_the_step_after_what_the_script_has_said_has_all_its_time",
+        ),
+        (
+            "what lasts longer than the script has said is a stall only later",
+            "if excused is not None:",
+            "if excused:",
             "test_what_the_script_has_said_counts_beyond_the_longest_stall_too",
         ),
     ),
@@ -95,6 +111,16 @@ HANGS: tuple[Named, ...] = (
             'if one.kind == "hung" and one.source == "leader" and one.slot is not None',
             "if False",
             "test_who_hangs_by_the_job_s_own_rhythm_is_replaced_at_once",
+        ),
+    ),
+    *of(
+        "daemon/agent/ranks/standing.py",
+        "unit/agent/test_stillness.py",
+        (
+            "what the script has said is told of ranks alone that stand still",
+            "return None, until",
+            "return None, None",
+            "test_what_its_script_has_said_is_told_of_one_that_gets_on_too",
         ),
     ),
     *of(

@@ -224,10 +224,10 @@ class AgentCore:
             if now - one.heard_at > self._pong_s and not one.hung:
                 self._kill(one, f"did not answer for {self._pong_s:.1f} s and was killed")
 
-    def stands(self, birth: int, still: m.Still | None) -> None:
-        """A process does not get on, or does again."""
+    def stands(self, birth: int, still: m.Still | None, until: float | None = None) -> None:
+        """A process does not get on, or does again; by its script's word it may be at it until then."""
         one = self._occupant(birth)
-        if one is not None and self.slots[one.slot].stands(still):
+        if one is not None and self.slots[one.slot].stands(still, until):
             self.out.append(ReportState(soon=True))
 
     def close(self) -> None:

@@ -52,6 +52,8 @@ class Slot:
     since: float = 0.0
     # Set while its process does not get on; of its last steps.
     still: Still | None = None
+    # Until when what it is at may last, by its script's word.
+    until: float | None = None
     pace: Pace | None = None
 
     @property
@@ -65,18 +67,19 @@ class Slot:
         if generation != self.generation:
             self.pace = None
         self.phase, self.generation, self.cause, self.since = phase, generation, cause, now
-        self.still = None
+        self.still = self.until = None
 
     def blame(self, cause: Cause, now: float) -> None:
         """Note that something is wrong with the process; its phase stays."""
         self.cause, self.since = cause, now
 
-    def stands(self, still: Still | None) -> bool:
-        """Note how its process stands still, or that it gets on. Whether that is news."""
+    def stands(self, still: Still | None, until: float | None) -> bool:
+        """Note how its process stands still, if it does, and until when it may. Whether that is news."""
         before, self.still = self.still, still
+        another, self.until = until != self.until, until
         if before is None or still is None:
-            return before is not still
-        return _news(before) != _news(still)
+            return another or before is not still
+        return another or _news(before) != _news(still)
 
     def told(self, now: float) -> SlotState:
         """Return the slot as the daemon is told."""
@@ -89,6 +92,7 @@ class Slot:
             step=self.step,
             stepped=self.stepped,
             still=self.still,
+            allowed_s=max(0.0, self.until - now) if self.until is not None else None,
             pace=self.pace,
             loss=self.loss,
             every=self.every,
@@ -101,5 +105,4 @@ class Slot:
 
 def _news(still: Still) -> tuple[object, ...]:
     """Return what of it a daemon is told of at once; the rest only grows older."""
-    over = still.allowed_s is None, still.allowed_s == 0.0
-    return still.late, still.how, still.phase, over, still.call, still.queued, still.at
+    return still.late, still.how, still.phase, still.over, still.call, still.queued, still.at

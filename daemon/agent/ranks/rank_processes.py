@@ -292,13 +292,13 @@ class RankProcesses:
                 if one.page is None or one.page.closed or slot is None:
                     continue
                 now = asyncio.get_running_loop().time()
-                still = self._standing.look(one.page, slot, one.process.pid, now)
+                still, until = self._standing.look(one.page, slot, one.process.pid, now)
                 if still is not None and still.call is None and one.page.watched.at is None:
                     # Once, before it is told of: what the others wait for is worth that.
                     await self._ask_where(one, one.page)
                     still = replace(still, at=one.page.watched.at or "")
                 if one.birth in self._running:
-                    self._core.stands(one.birth, still)
+                    self._core.stands(one.birth, still, until)
             self._settle()
 
     # ------------------------------------------------------------------------------------- close

@@ -27,7 +27,8 @@ _LIBRARIES = tuple({sysconfig.get_path(name) for name in ("stdlib", "platstdlib"
 class Page:
     """A process's page, which lives as long as the process.
 
-    `newest` is the newest step that was seen, `step` the newest whose time is known, `generation` the slot's.
+    `newest` is the newest step that was seen, and `since` when; `step` the newest whose time is known,
+    `generation` the slot's.
     """
 
     fd: int
@@ -35,6 +36,7 @@ class Page:
     watched: stillness.Watched
     step: int = -1
     newest: int = -1
+    since: float = 0.0
     generation: int = 0
     # Those of which no pace is told yet.
     steps: list[p.Stepped] = field(default_factory=list)
@@ -75,10 +77,11 @@ class Standing:
         # Before the longest stall is over the leader must know who waits for whom.
         self._told_after_s = stall_s / 2
 
-    def look(self, page: Page, slot: Slot, pid: int, now: float) -> m.Still | None:
-        """Return how a rank stands still, if it does for long enough to be told of.
+    def look(self, page: Page, slot: Slot, pid: int, now: float) -> tuple[m.Still | None, float | None]:
+        """Return how a rank stands still, and until when it may be without a step by its script's word.
 
-        Where the script is, `Watched.at`, is for somebody to ask the process.
+        Both are None where it is not for long enough to be told of. Where the script is, `Watched.at`, is
+        for somebody to ask the process.
         """
         one, reader = page.watched, page.reader
         # A recovery may be over between two looks.
@@ -86,10 +89,10 @@ class Standing:
         if not reader.taken or slot.phase != "restored" or other:
             one.see(b"", now)
             one.stood_s = 0.0
-            page.newest = reader.step
+            page.newest, page.since = reader.step, now
             page.steps.clear()
-            return None
-        self._learn(page, slot)
+            return None, None
+        self._learn(page, slot, now)
         still_s = one.see(reader.moving(), now)
         late_after_s = self._rhythm.late_after_s
         late = late_after_s is not None and still_s >= late_after_s
@@ -98,25 +101,28 @@ class Standing:
         ahead_s = stillness.OVER_S + 2 * LOOK_S
         if still_s >= max(stillness.LOOK_AFTER_S, told_after_s - ahead_s) and one.asks(now):
             one.act(activity(pid), now)
+        # Also of one that gets on: an evaluation may have its collectives.
+        until = reader.until if now - page.since >= stillness.FLOOR_S else None
         if still_s < told_after_s:
-            return None
+            return None, until
         occupant, groups = slot.occupant, reader.groups()
         silent_s = now - occupant.heard_at if occupant is not None and not occupant.released else 0.0
-        return m.Still(
+        still = m.Still(
             still_s=still_s,
             late=late,
             how=one.how(silent_s),
             phase=reader.phase,
             longest_s=self._rhythm.longest_s,
-            allowed_s=reader.allowed_s(now),
+            over=until is not None and until <= now,
             call=stillness.waits_in(groups, for_agent=reader.waits),
             queued=tuple((group.name, group.queued) for group in groups if group.queued),
             at=one.at or "",
         )
+        return still, until
 
-    def _learn(self, page: Page, slot: Slot) -> None:
+    def _learn(self, page: Page, slot: Slot, now: float) -> None:
         if page.reader.step > page.newest:
-            page.newest = page.reader.step
+            page.newest, page.since = page.reader.step, now
             self._rhythm.stood(page.watched.stood_s)
             page.watched.stood_s = 0.0
         found = page.reader.steps_after(page.step)

@@ -51,13 +51,13 @@ def judge(still: Mapping[int, m.Still]) -> Verdict:
 
 def _is_sure(one: m.Still) -> bool:
     """Whether it does not run, or runs for longer than its script has said it would."""
-    return one.how != "working" or one.allowed_s == 0.0
+    return one.how != "working" or one.over
 
 
 def what(still: m.Still) -> str:
     """Return in words what a rank is at that waits for nobody."""
     place = f" in {still.at}" if still.at else ""
-    over = ", longer than the script has said" if still.allowed_s == 0.0 else ""
+    over = ", longer than the script has said" if still.over else ""
     phase = f" (phase {still.phase}{over})" if still.phase not in ("", "compute") else ""
     doing = {
         "asleep": "it sleeps",

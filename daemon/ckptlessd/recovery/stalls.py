@@ -16,6 +16,8 @@ APART_S = 3.0
 # Many find out about one bad port, one after the other: so long after the last one it is said who gives way,
 # but before the longest stall is over.
 SETTLED_S = 1.0
+# Without a step for so long, and so often, it is looked at whether a rank's script has said that this may be.
+ASK_S = 1.0
 
 
 @dataclass
@@ -34,6 +36,9 @@ class Stalls:
     _replaced: int = -1
     _looked_s: float = -LOOK_S
     _named: int = -1
+    # When a rank was last at what may last by its script's word, and when that was last looked at.
+    _excused_s: float = -math.inf
+    _asked_s: float = -math.inf
 
     def _still_s(self, now: float) -> float:
         return now - max(self.job.since, self.job.moved)
@@ -72,14 +77,14 @@ class Stalls:
         """Deadlines of joining, restoring and of steps. Only processes with hooks tell how far they are."""
         job = self.job
         to_join = job.stage in ("joining", "restoring") and now - job.since > limits.join_s
-        stalled = self._still_s(now) > limits.stall_s
+        stalled = self._is_stalled(assignment, limits.stall_s, now)
         slots = [*self._slots(assignment)] if to_join or stalled else []
         # Who has committed anything has come to ckptless.run before: what is started again will.
         if assignment.restore_step is None and not any(slot.hooked for _, _, slot in slots):
             return []
         late = [*self._late(assignment, slots, limits)] if to_join else []
         training = [one for one in slots if one[2].phase == "restored"]
-        if not late and stalled and training and not self._excused(training, now):
+        if not late and stalled and training:
             text = f"no step in {limits.stall_s:.0f} s"
             still = {rank: slot.still for rank, _, slot in training if slot.still is not None}
             # Of a rank that gets on nobody knows what it waits for.
@@ -115,14 +120,26 @@ class Stalls:
             place = assignment.places[rank]
             yield Finding("hung", place.node, place.slot, rank, f"{text}: {why}", source="leader")
 
-    def _excused(self, training: Iterable[tuple[int, m.Place, m.SlotState]], now: float) -> bool:
-        """Whether the script has said of a rank that what it is at may last longer."""
-        return any(
-            slot.still is not None
-            and slot.still.allowed_s is not None
-            and slot.still.allowed_s > now - self.job.nodes[place.node].told_s
-            for _, place, slot in training
-        )
+    def _is_stalled(self, assignment: m.Assignment, stall_s: float, now: float) -> bool:
+        """Whether there was no step for so long, beside what may last longer by the word of the script.
+
+        The step after that has all its time; where it lasts longer than was said nothing is beside it.
+        """
+        if (still_s := self._still_s(now)) > ASK_S and now - self._asked_s >= ASK_S:
+            self._asked_s = now
+            excused = self._excused(self._slots(assignment), now)
+            if excused is not None:
+                self._excused_s = now if excused else -math.inf
+        return min(still_s, now - self._excused_s) > stall_s
+
+    def _excused(self, slots: Iterable[tuple[int, m.Place, m.SlotState]], now: float) -> bool | None:
+        """Whether a rank may be without a step yet by its script's word; None: none has said anything."""
+        left_s = [
+            slot.allowed_s + self.job.nodes[place.node].told_s - now
+            for _, place, slot in slots
+            if slot.phase == "restored" and slot.allowed_s is not None
+        ]
+        return max(left_s) > 0.0 if left_s else None
 
     def late(
         self, assignment: m.Assignment, step: int, now: float

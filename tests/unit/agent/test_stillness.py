@@ -151,20 +151,22 @@ def test_what_a_rank_waits_in(groups: list[GroupCalls], for_agent: bool, call: m
 def test_of_a_rank_that_stands_still_it_is_told_once() -> None:
     slot = Slot(0)
     still = m.Still(still_s=3.5, late=True, how="working", phase="compute")
-    assert not slot.stands(None)
-    assert slot.stands(still)
-    older = m.Still(still_s=4.5, late=True, how="working", phase="compute", allowed_s=None)
-    assert not slot.stands(older)
+    assert not slot.stands(None, None)
+    assert slot.stands(still, None)
+    older = structs.replace(still, still_s=4.5)
+    assert not slot.stands(older, None)
     assert slot.told(0.0).still == older
-    assert slot.stands(m.Still(still_s=5.5, late=True, how="asleep", phase="compute"))
-    assert slot.stands(None)
-    assert slot.stands(still)
-    allowed = [
-        structs.replace(still, phase="evaluation", allowed_s=left_s) for left_s in (9.0, 8.0, 0.0, 0.0)
-    ]
-    assert [slot.stands(one) for one in allowed] == [True, False, True, False], "its time is over"
+    assert slot.stands(structs.replace(still, still_s=5.5, how="asleep"), None)
+    assert slot.stands(None, None)
+    assert slot.stands(still, None)
+    over = structs.replace(still, over=True)
+    assert [slot.stands(one, 50.0) for one in (still, still, over, over)] == [True, False, True, False]
+    assert [slot.stands(None, until) for until in (50.0, 50.0, 60.0, None)] == [True, False, True, True]
+    slot.stands(still, 50.0)
+    assert [slot.told(now).allowed_s for now in (20.0, 50.0, 51.0)] == [30.0, 0.0, 0.0]
     slot.enter("left", 1, 0.0)
-    assert slot.told(0.0).still is None
+    told = slot.told(0.0)
+    assert (told.still, told.allowed_s) == (None, None)
 
 
 class Rank:
@@ -175,8 +177,10 @@ class Rank:
         self.rank = RankPage(os.dup(self.page.fd))
         self.standing = Standing(stall_s=300.0)
         self.slot = Slot(0)
-        self.now = 100.0
+        # Pages have the machine's clock.
+        self.now = float(int(time.monotonic()))
         self.step = 0
+        self.until: float | None = None
         self.restored()
 
     def restored(self) -> None:
@@ -192,7 +196,8 @@ class Rank:
         assert self.look() is None
 
     def look(self) -> m.Still | None:
-        return self.standing.look(self.page, self.slot, os.getpid(), self.now)
+        still, self.until = self.standing.look(self.page, self.slot, os.getpid(), self.now)
+        return still
 
     def stand(self, seconds: float) -> list[m.Still]:
         """Return what is told in so many seconds without a move."""
@@ -222,6 +227,28 @@ def test_a_rank_is_late_by_the_steps_that_its_page_has(rank: Rank) -> None:
     rank.steps(1, 2.0)
     assert rank.stand(TIMES * (FLOOR_S + 2.0) - 0.25) == []
     assert len(rank.stand(0.25)) == 1
+
+
+def test_what_its_script_has_said_is_told_of_one_that_gets_on_too(rank: Rank) -> None:
+    """In an evaluation of its own a rank may be in one collective after the other, and makes no step."""
+    rank.steps(FIRST_STEPS + FEWEST)
+    with rank.rank.phase("evaluation", 1000.0):
+        for number in range(20):
+            rank.rank.waits(for_agent=number % 2 == 0)
+            assert rank.stand(0.25) == []
+            assert (rank.until is None) == ((number + 1) * 0.25 < FLOOR_S)
+        rank.step += 1
+        rank.rank.stepped(rank.step, rank.now, 0.0)
+        rank.look()
+        # A step is made.
+        assert rank.until is None
+    with rank.rank.phase("evaluation", 1000.0):
+        (*_, still) = rank.stand(TIMES * 2 * FLOOR_S)
+        assert (still.phase, still.over) == ("evaluation", False)
+        rank.now += 1000.0
+        over = rank.look()
+        assert over is not None
+        assert over.over
 
 
 def test_before_that_it_is_told_for_the_longest_stall_alone(rank: Rank) -> None:

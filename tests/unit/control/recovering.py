@@ -30,6 +30,7 @@ class Job:
         code: int | None = None,
         hooked: bool = True,
         still: m.Still | None = None,
+        allowed_s: float | None = None,
         pace: m.Pace | None = None,
     ) -> Heard:
         self.seq += 1
@@ -44,6 +45,7 @@ class Job:
             step=STEP + stepped,
             stepped=stepped,
             still=still,
+            allowed_s=allowed_s,
             pace=pace,
             cause=cause,
             exit_code=code,

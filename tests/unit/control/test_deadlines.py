@@ -175,7 +175,7 @@ def _stops(out: object) -> bool:
     return isinstance(out, e.ToAgent) and isinstance(out.order, m.Stop)
 
 
-LATE_S, LONGEST_S = 4.0, 0.5
+LATE_S, LONGEST_S, ALLOWED_S = 4.0, 0.5, 60.0
 WAITS = m.Call(group="0", size=3, number=8, operation="allreduce", elements=72)
 IN_SCRIPT = "f (a.py, line 3)"
 Kind = Literal["waits", "asleep", "working", "excused", "moves", "slow"]
@@ -194,7 +194,6 @@ def of_kind(kind: Kind) -> m.Still | None:
         how="working" if kind == "working" else "asleep",
         phase="evaluation" if kind == "excused" else "compute",
         longest_s=LONGEST_S,
-        allowed_s=60.0 if kind == "excused" else None,
         call=WAITS if kind == "waits" else None,
         at=IN_SCRIPT,
     )
@@ -203,7 +202,8 @@ def of_kind(kind: Kind) -> m.Still | None:
 def stand(job: Job, *ranks: Kind) -> Heard:
     found = Heard()
     for node, kind in enumerate(ranks):
-        found.outputs += job.say(node, "restored", still=of_kind(kind)).outputs
+        allowed_s = ALLOWED_S if kind == "excused" else None
+        found.outputs += job.say(node, "restored", still=of_kind(kind), allowed_s=allowed_s).outputs
     found.outputs += job.node.wait(LOOK_S, LOOK_S).outputs
     return found
 
@@ -306,14 +306,25 @@ def test_where_a_new_process_brings_no_step_it_was_no_reason() -> None:
 
 
 def test_what_the_script_has_said_counts_beyond_the_longest_stall_too() -> None:
+    """Of one that stands still, and of one that does not, as in an evaluation that has collectives."""
+    told: tuple[Kind, ...] = "excused", "moves"
+    for kind in told:
+        job = Job()
+        for node in range(3):
+            job.say(node, "restored", still=of_kind(kind), allowed_s=STALL_S + 100.0)
+        assert m.Stop not in kinds(job.node.wait(STALL_S + 90.0, 5.0))
+        assert m.Stop in kinds(job.node.wait(20.0, 5.0)), "it lasts longer than that"
+
+
+@pytest.mark.parametrize("phase_s", [10.0, STALL_S - 10.0, STALL_S + 90.0])
+def test_the_step_after_what_the_script_has_said_has_all_its_time(phase_s: float) -> None:
     job = Job()
-    still = of_kind("excused")
-    assert still is not None
-    longer = structs.replace(still, allowed_s=STALL_S + 100.0)
+    job.say(1, "restored", allowed_s=STALL_S + 100.0)
+    job.node.wait(phase_s, 1.0)
     for node in range(3):
-        job.say(node, "restored", still=longer)
-    assert m.Stop not in kinds(job.node.wait(STALL_S + 90.0, 5.0))
-    assert m.Stop in kinds(job.node.wait(20.0, 5.0))
+        job.say(node, "restored")
+    assert m.Stop not in kinds(job.node.wait(STALL_S - 5.0, 1.0))
+    assert m.Stop in kinds(job.node.wait(10.0, 1.0))
 
 
 def test_a_job_of_one_rank_stalls_as_others_do() -> None:
