@@ -330,7 +330,7 @@ def _refuse(owner: Trainer) -> None:
         raise UsageError("transformers.trainer.skip_first_batches is gone: use transformers 5.17 to 5.24")
     cannot = {
         "DeepSpeed": owner.is_deepspeed_enabled,
-        "FSDP": owner.is_fsdp_enabled,
+        "FSDP of version 1": owner.is_fsdp_enabled and not owner.accelerator.is_fsdp2,
         "a model_init": owner.model_init is not None,
         "dispatch_batches": bool(owner.accelerator.dispatch_batches),
         "an iterable data set": isinstance(owner.train_dataset, torch.utils.data.IterableDataset),

@@ -248,6 +248,8 @@ class Cursor:
             if before is not None:
                 self._undo_begin(before)
             self._iterator, self._epoch_end = None, self.position
+            # What a sampler changes as it ends is not the script's.
+            self._looks = None
             return _END
         self._talks |= self._calls() != calls
         if before is not None:

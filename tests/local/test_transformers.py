@@ -49,7 +49,16 @@ def test_a_trainer_that_is_killed_ends_as_plain_trainer_does(tmp_path: Path, var
     assert protected(SCRIPT, tmp_path, 24, FEW if variant != "stops" else "3:1,6:0,11:1", env) == expected
 
 
+@pytest.mark.parametrize("sharded", [False, True])
+def test_adapters_over_a_frozen_model(tmp_path: Path, sharded: bool) -> None:
+    """LoRA by peft; with FSDP2 some of it is the Trainer's, through Accelerate."""
+    env = {"LORA": "1", **({"FSDP": "1"} if sharded else {})}
+    assert protected(SCRIPT, tmp_path, 24, FEW, env) == plain(SCRIPT, tmp_path, 24, env)
+
+
 @pytest.mark.slow
-def test_twenty_kills(tmp_path: Path) -> None:
+@pytest.mark.parametrize("how", ["ddp", "fsdp2"])
+def test_twenty_kills(tmp_path: Path, how: str) -> None:
     kills = ",".join(f"{2 * n + 1}:{n % RANKS}" for n in range(20))
-    assert protected(SCRIPT, tmp_path, 44, kills, {}) == plain(SCRIPT, tmp_path, 44, {})
+    env = {"FSDP": "1"} if how == "fsdp2" else {}
+    assert protected(SCRIPT, tmp_path, 44, kills, env) == plain(SCRIPT, tmp_path, 44, env)

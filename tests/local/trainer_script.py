@@ -1,6 +1,7 @@
 """A tiny GPT-2 under transformers' Trainer: `trainer_script.py OUT STEPS KILLS`, KILLS as "STEP:RANK,...".
 
-With PLAIN in the environment it is transformers' own Trainer. ARGUMENTS has more TrainingArguments, as JSON.
+With PLAIN in the environment it is transformers' own Trainer. ARGUMENTS has more TrainingArguments, as JSON;
+with FSDP in it Accelerate shards on the CPU, too. With LORA a GPT-2 is frozen under adapters of peft.
 Each line of log is written with all bits, and at the end a digest of the parameters.
 """
 
@@ -24,6 +25,18 @@ from transformers import (
 
 OUT, STEPS = Path(sys.argv[1]), int(sys.argv[2])
 KILLS = {tuple(map(int, one.split(":"))) for one in sys.argv[3].split(",") if one}
+
+
+if "FSDP" in os.environ:
+    # It would shard on devices alone: it is told that it has some.
+    from accelerate import PartialState
+    from accelerate.utils import DistributedType
+
+    def on_devices(state: Any, *_args: Any, **_words: Any) -> tuple[str, Any]:
+        state.device = torch.device("cpu")
+        return "gloo", DistributedType.MULTI_MLU
+
+    PartialState._prepare_backend = on_devices
 
 
 class Data(torch.utils.data.Dataset[Any]):
@@ -90,9 +103,18 @@ def make() -> Trainer:
         "warmup_steps": 2,
         "seed": 3,
     }
+    if "FSDP" in os.environ:
+        torch.distributed.init_process_group("gloo")
+        fsdp = {"version": 2, "transformer_layer_cls_to_wrap": ["GPT2Block"]}
+        words.update(fsdp=True, fsdp_config=fsdp | {"auto_wrap_policy": "TRANSFORMER_BASED_WRAP"})
     args = TrainingArguments(**{**words, **more})
     torch.manual_seed(5)
-    model = GPT2LMHeadModel(GPT2Config(vocab_size=64, n_positions=16, n_embd=32, n_layer=2, n_head=2))
+    model: Any = GPT2LMHeadModel(GPT2Config(vocab_size=64, n_positions=16, n_embd=32, n_layer=2, n_head=2))
+    if "LORA" in os.environ:
+        from peft import LoraConfig, get_peft_model
+
+        lora = LoraConfig(r=4, target_modules=["c_attn"], task_type="CAUSAL_LM", lora_dropout=0.1)
+        model = get_peft_model(model, lora)
     callbacks: list[Any] = [Tell()]
     if "PATIENCE" in os.environ:
         callbacks.append(EarlyStoppingCallback(early_stopping_patience=int(os.environ["PATIENCE"])))
@@ -101,8 +123,13 @@ def make() -> Trainer:
 
 def finish(trainer: Any, output: Any) -> None:
     digest = hashlib.sha256()
+    for module in trainer.model.modules():
+        if "FSDP" in os.environ and hasattr(module, "reshard"):
+            # After an evaluation the outermost one may be whole.
+            module.reshard()
     for parameter in trainer.model.parameters():
-        digest.update(parameter.detach().numpy().tobytes())
+        local = parameter.to_local() if hasattr(parameter, "to_local") else parameter
+        digest.update(local.detach().numpy().tobytes())
     lines = [line["step"] for line in trainer.state.log_history if "loss" in line]
     (OUT / f"final-{os.environ['RANK']}.txt").write_text(
         f"{digest.hexdigest()} {output.global_step} {output.training_loss.hex()} {lines}\n"

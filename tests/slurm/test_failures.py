@@ -395,7 +395,8 @@ def test_two_nodes_at_once(site: Cluster) -> None:
 
 def test_half_of_the_nodes_at_once(site: Cluster) -> None:
     """slurmctld has the casting vote, and has not noticed anything by itself."""
-    job = Training(site, nodes=4, spares=2, options=("--ntasks-per-node=2",)).submit()
+    lease = ("--max-stall", "300")  # it follows from that, and is 10 s
+    job = Training(site, nodes=4, spares=2, options=("--ntasks-per-node=2",), run_options=lease).submit()
     job.trains()
     site.power_off("node01", "node03")
     job.trains(2)

@@ -13,7 +13,7 @@ import torch
 from hypothesis import HealthCheck, settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, precondition, rule
-from torch.utils.data import DataLoader, Dataset, DistributedSampler, RandomSampler, TensorDataset
+from torch.utils.data import DataLoader, Dataset, DistributedSampler, RandomSampler, Sampler, TensorDataset
 
 from ckptless.daemon.protocol.errors import ProtocolError, UsageError
 from ckptless.pytorch_hooks.cursor import Cursor, Cursors
@@ -408,6 +408,28 @@ def test_what_changes_in_a_loader_and_cannot_be_kept_is_told_of() -> None:
     sampler.order = [*sampler.order, *range(100_000)]
     next(cursor.batches(loader, 1))
     assert told[0].startswith("sampler.order of the loader changes from epoch to epoch, and is too large")
+
+
+def test_what_a_sampler_changes_at_its_end_is_not_the_script_s() -> None:
+    """As accelerate's does, which goes on to its next epoch; a loop may end an epoch before it commits."""
+
+    class Counts(Sampler[int]):
+        epoch = 0
+
+        def __iter__(self) -> Iterator[int]:
+            yield from range(4)
+            self.epoch += 1
+
+    told: list[str] = []
+    cursor = Cursor(tell=told.append)
+    loader = DataLoader(Augmented(False), batch_size=2, sampler=Counts())
+    for _ in range(3):
+        batches = cursor.batches(loader, 1)
+        next(batches)
+        cursor.committed()
+        assert len([*batches]) == 1
+        cursor.committed()
+    assert not told
 
 
 def test_what_the_script_changes_in_a_loader_is_told_of() -> None:
