@@ -20,7 +20,7 @@ import ckptless
 from ckptless.daemon.protocol.errors import UsageError
 from ckptless.pytorch_hooks.adapters.prepared import Prepared
 
-# What ranks train with that ckptless renews.
+# What ranks train with that ckptless renews, beside FSDP2.
 KNOWN = (DistributedType.NO, DistributedType.MULTI_CPU, DistributedType.MULTI_GPU)
 
 
@@ -51,10 +51,10 @@ class _Made:
                 "the function given to keep is to return an Accelerator, then what it has prepared"
             )
         self._accelerator: Any = things[0]
-        if self._accelerator.distributed_type not in KNOWN:
+        if self._accelerator.distributed_type not in KNOWN and not self._accelerator.is_fsdp2:
             raise UsageError(
                 f"Accelerate with {self._accelerator.distributed_type.value} is not protected by ckptless, "
-                "which knows DDP there"
+                "which knows DDP and FSDP of version 2 there"
             )
         self._loader: Prepared | None = None
         found: list[Any] = []

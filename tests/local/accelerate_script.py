@@ -1,7 +1,8 @@
 """A classifier under Accelerate: `accelerate_script.py OUT EPOCHS KILLS`, KILLS as "STEP:RANK,...".
 
 With PLAIN in the environment without ckptless. Each update's loss is written with all bits, and at the end a
-digest of the parameters. Two batches make an update, and the last of an epoch one.
+digest of the parameters. With FSDP in it they are sharded. Two batches make an update, the last of an epoch
+one.
 """
 
 import contextlib
@@ -12,8 +13,10 @@ import sys
 from pathlib import Path
 from typing import Any
 
+import shards_anywhere  # type: ignore[import-not-found]  # run as a script, beside it
 import torch
 from accelerate import Accelerator
+from accelerate.utils import FullyShardedDataParallelPlugin
 
 OUT, EPOCHS = Path(sys.argv[1]), int(sys.argv[2])
 KILLS = {tuple(map(int, one.split(":"))) for one in sys.argv[3].split(",") if one}
@@ -23,7 +26,13 @@ WORKERS = int(os.environ.get("WORKERS", "0"))
 
 
 def make() -> tuple[Any, ...]:
-    accelerator = Accelerator(cpu=True, gradient_accumulation_steps=2)
+    sharded = None
+    if "FSDP" in os.environ:
+        shards_anywhere.begin()
+        sharded = FullyShardedDataParallelPlugin(
+            fsdp_version=2, auto_wrap_policy="size_based_wrap", min_num_params=200
+        )
+    accelerator = Accelerator(cpu=True, gradient_accumulation_steps=2, fsdp_plugin=sharded)
     torch.manual_seed(3)
     model = torch.nn.Sequential(
         torch.nn.Linear(8, 32), torch.nn.ReLU(), torch.nn.Dropout(0.1), torch.nn.Linear(32, 4)
@@ -73,8 +82,9 @@ def train(run: Any) -> None:
             found, wanted = accelerator.gather_for_metrics((model(x).argmax(1), y))
             right += int((found == wanted).sum())
     digest = hashlib.sha256()
+    assert shards_anywhere.reshard(model) == ("FSDP" in os.environ)
     for parameter in model.parameters():
-        digest.update(parameter.detach().numpy().tobytes())
+        digest.update(shards_anywhere.local(parameter).numpy().tobytes())
     (OUT / f"final-{rank}.txt").write_text(f"{digest.hexdigest()} {updates} {right}\n")
 
 

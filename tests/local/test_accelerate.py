@@ -17,17 +17,22 @@ EPOCHS = 4
 FEW = "0:1,3:0,4:1,7:0,12:1"
 
 
-@pytest.mark.parametrize("workers", ["0", "1"])
-def test_a_script_that_is_killed_ends_as_without_ckptless(tmp_path: Path, workers: str) -> None:
-    env = {"WORKERS": workers}
+ENVIRONMENTS = {"ddp": {}, "worker": {"WORKERS": "1"}, "fsdp2": {"FSDP": "1"}}
+
+
+@pytest.mark.parametrize("how", ENVIRONMENTS)
+def test_a_script_that_is_killed_ends_as_without_ckptless(tmp_path: Path, how: str) -> None:
+    env = ENVIRONMENTS[how]
     expected = plain(SCRIPT, tmp_path, EPOCHS, env)
     assert protected(SCRIPT, tmp_path, EPOCHS, FEW, env) == expected
 
 
 @pytest.mark.slow
-def test_twenty_kills(tmp_path: Path) -> None:
+@pytest.mark.parametrize("how", ["ddp", "fsdp2"])
+def test_twenty_kills(tmp_path: Path, how: str) -> None:
+    env = ENVIRONMENTS[how]
     kills = ",".join(f"{2 * n + 1}:{n % RANKS}" for n in range(20))
-    assert protected(SCRIPT, tmp_path, 11, kills, {}) == plain(SCRIPT, tmp_path, 11, {})
+    assert protected(SCRIPT, tmp_path, 11, kills, env) == plain(SCRIPT, tmp_path, 11, env)
 
 
 def test_a_commit_in_the_middle_of_an_accumulation_is_refused(tmp_path: Path) -> None:

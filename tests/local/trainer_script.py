@@ -13,6 +13,7 @@ import sys
 from pathlib import Path
 from typing import Any
 
+import shards_anywhere  # type: ignore[import-not-found]  # run as a script, beside it
 import torch
 from transformers import (
     EarlyStoppingCallback,
@@ -25,18 +26,6 @@ from transformers import (
 
 OUT, STEPS = Path(sys.argv[1]), int(sys.argv[2])
 KILLS = {tuple(map(int, one.split(":"))) for one in sys.argv[3].split(",") if one}
-
-
-if "FSDP" in os.environ:
-    # It would shard on devices alone: it is told that it has some.
-    from accelerate import PartialState
-    from accelerate.utils import DistributedType
-
-    def on_devices(state: Any, *_args: Any, **_words: Any) -> tuple[str, Any]:
-        state.device = torch.device("cpu")
-        return "gloo", DistributedType.MULTI_MLU
-
-    PartialState._prepare_backend = on_devices
 
 
 class Data(torch.utils.data.Dataset[Any]):
@@ -104,7 +93,7 @@ def make() -> Trainer:
         "seed": 3,
     }
     if "FSDP" in os.environ:
-        torch.distributed.init_process_group("gloo")
+        shards_anywhere.begin()
         fsdp = {"version": 2, "transformer_layer_cls_to_wrap": ["GPT2Block"]}
         words.update(fsdp=True, fsdp_config=fsdp | {"auto_wrap_policy": "TRANSFORMER_BASED_WRAP"})
     args = TrainingArguments(**{**words, **more})
@@ -123,13 +112,9 @@ def make() -> Trainer:
 
 def finish(trainer: Any, output: Any) -> None:
     digest = hashlib.sha256()
-    for module in trainer.model.modules():
-        if "FSDP" in os.environ and hasattr(module, "reshard"):
-            # After an evaluation the outermost one may be whole.
-            module.reshard()
+    assert shards_anywhere.reshard(trainer.model) == ("FSDP" in os.environ)
     for parameter in trainer.model.parameters():
-        local = parameter.to_local() if hasattr(parameter, "to_local") else parameter
-        digest.update(local.detach().numpy().tobytes())
+        digest.update(shards_anywhere.local(parameter).numpy().tobytes())
     lines = [line["step"] for line in trainer.state.log_history if "loss" in line]
     (OUT / f"final-{os.environ['RANK']}.txt").write_text(
         f"{digest.hexdigest()} {output.global_step} {output.training_loss.hex()} {lines}\n"
