@@ -1,7 +1,7 @@
 """All of `make test`, in two lanes side by side: `python tests/side_by_side.py [--gpu] [OPTION...]`.
 
-A lane is runs of pytest one after the other: what computes (unit and property tests, the simulator), then
-tests of parts and of the simulated device, beside jobs and clusters, which wait most of the time. With --gpu
+A lane is runs of pytest one after the other, so that what computes (unit and property tests, the simulator;
+parts, the simulated device) is beside jobs and clusters, which wait most of the time. With --gpu
 it is what there is for a GPU, in five lanes, for a machine with 16 cores. What a run prints goes to
 build/test-NAME.txt; here one line a minute says how far they are, and at the end (or at Ctrl-C) comes the
 summary of each, with its slowest tests, and all of one that failed. The options are pytest's.
@@ -24,11 +24,14 @@ Lanes = tuple[dict[str, tuple[str, ...]], ...]
 LANES: Lanes = (
     {
         "core": ("tests/unit", "tests/property", "tests/sim", "tests/fuzz", "tests/mutants"),
+        "slurm": ("tests/slurm",),
+    },
+    {
+        "jobs": ("tests/local",),
         "parts": ("tests/integration", "tests/torch", "tests/nccl"),
         # By itself: torch's autograd counts a process's devices once, before its first backward.
         "devices": ("tests/simdev", "tests/gpu"),
     },
-    {"jobs": ("tests/local",), "slurm": ("tests/slurm",)},
 )
 JOBS = "tests/gpu/test_jobs.py"
 GPU_LANES: Lanes = (

@@ -1,23 +1,20 @@
 """Lightning's loggers through a fault: one folder for the whole job, and each line once.
 
 A step that is done again logs what it has logged before it was cut off. What this process has written since
-is not written again; nor is what a process before it has written to the file of a CSVLogger.
+is not written again; nor is what a process before it has written to the file of a CSVLogger. What that has
+given to TensorBoard is taken back there.
 """
 
 from __future__ import annotations
 
 import csv
 import os
-from collections import Counter, deque
 from pathlib import Path
 from typing import Any
 
-from lightning.pytorch.loggers import CSVLogger
+from lightning.pytorch.loggers import CSVLogger, TensorBoardLogger
 
-# So many lines back it is known what was written: of more steps than a fault takes back.
-REMEMBERED = 10_000
-Line = tuple[int | None, frozenset[str]]
-"""A line's step, and the names of what it has."""
+from ckptless.pytorch_hooks.adapters.written import Line, Written, take_back
 
 
 class Loggers:
@@ -27,39 +24,35 @@ class Loggers:
         """`joins`: others have trained already."""
         self._run = run
         self._loggers = list(trainer.loggers)
-        self._written: list[deque[tuple[int, Line]]] = [deque(maxlen=REMEMBERED) for _ in self._loggers]
-        # What is not to be written again, and how often.
-        self._known: list[Counter[Line]] = [Counter() for _ in self._loggers]
-        for number, one in enumerate(self._loggers):
+        self._written = [Written() for _ in self._loggers]
+        self._is_global_zero = bool(trainer.is_global_zero)
+        for written, one in zip(self._written, self._loggers, strict=True):
             chosen = getattr(one, "_version", "") is None
             if chosen:
                 # As Lightning does under Slurm: the job's, not the next one that is free.
                 one._version = f"version_{os.environ['TORCHELASTIC_RUN_ID']}"
             if (chosen or joins) and isinstance(one, CSVLogger) and trainer.is_global_zero:
                 go_on(one)
-            self._filter(number, one)
+            self._filter(written, one)
 
-    def _filter(self, number: int, logger: Any) -> None:
+    def _filter(self, written: Written, logger: Any) -> None:
         write = logger.log_metrics
 
         def log_metrics(metrics: dict[str, Any], step: int | None = None) -> None:
-            line = step, frozenset(metrics)
-            if self._known[number][line]:
-                self._known[number][line] -= 1
-                return
-            self._written[number].append((self._run.step, line))
-            write(metrics=metrics, step=step)
+            if written.is_new((step, frozenset(metrics)), self._run.step):
+                write(metrics=metrics, step=step)
 
         logger.log_metrics = log_metrics
 
     def go_back(self, step: int, logged: int, *, joins: bool) -> None:
         """The job goes on from a step, of which what it logs has this number."""
-        for number, one in enumerate(self._loggers):
-            written = self._written[number]
-            self._known[number] = Counter(line for at, line in written if at >= step)
-            self._written[number] = deque((w for w in written if w[0] < step), maxlen=REMEMBERED)
+        for written, one in zip(self._written, self._loggers, strict=True):
+            others = None
             if joins and isinstance(one, CSVLogger):
-                self._known[number] = Counter(line for line in lines(one) if (line[0] or 0) >= logged)
+                others = [line for line in lines(one) if (line[0] or 0) >= logged]
+            elif joins and isinstance(one, TensorBoardLogger) and self._is_global_zero:
+                take_back(one.experiment, logged)
+            written.go_back(step, others)
 
 
 def _file(logger: Any) -> Path:

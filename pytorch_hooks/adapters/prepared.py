@@ -102,6 +102,5 @@ class Prepared:
         self._loader.end()
 
     def leave(self) -> None:
-        """An epoch that a fault has cut off is under way no more, as far as accelerate knows."""
-        while self._loader in self._loader.gradient_state.dataloader_references:
-            self._loader.end()
+        """As far as accelerate knows no epoch is under way, nor an evaluation, that a fault has cut off."""
+        self._loader.gradient_state.dataloader_references = [None]

@@ -30,6 +30,7 @@ from transformers.trainer_utils import TrainOutput
 import ckptless
 from ckptless.daemon.protocol.errors import UsageError
 from ckptless.pytorch_hooks.adapters.prepared import Prepared
+from ckptless.pytorch_hooks.adapters.transformers_reports import REPORTERS, Reports
 
 # What is overridden or called, and parameters that must be there.
 HOOKS = {
@@ -89,6 +90,7 @@ class _Loop:
         # Whole epochs, steps in the one that is under way, and whether its loop is through.
         self.epochs = self.steps = self.per_epoch = 0
         self.epoch_over = False
+        self.reports = Reports(owner, lambda: int(self.run.step))
         self._owner = owner
 
     def state_dict(self) -> dict[str, Any]:
@@ -98,11 +100,15 @@ class _Loop:
         return {
             "state": {name: value for name, value in state.items() if name not in NOT_KEPT},
             "control": dataclasses.asdict(owner.control),
-            "numbers": _plain(owner),
+            "numbers": _numbers(owner),
             "tr_loss": getattr(owner, "_tr_loss", torch.zeros(())).detach().clone(),
             "at": [self.epochs, self.steps],
             "loader": self.loader.state_dict(),
-            "callbacks": [_plain(one) for one in owner.callback_handler.callbacks],
+            # Who reports has begun in this process, or not.
+            "callbacks": [
+                {} if isinstance(one, REPORTERS) else _numbers(one)
+                for one in owner.callback_handler.callbacks
+            ],
         }
 
     def load_state_dict(self, saved: dict[str, Any]) -> None:
@@ -138,12 +144,13 @@ class _Loop:
             self.fresh = frozenset(_plain(owner))
         if saved is None:
             return
-        _put_plain(owner, saved["numbers"], self.fresh)
+        _put_numbers(owner, saved["numbers"], self.fresh)
         owner._tr_loss += saved["tr_loss"].to(owner._tr_loss.device)
         for name, value in saved["control"].items():
             setattr(control, name, value)
         for callback, kept in zip(owner.callback_handler.callbacks, saved["callbacks"], strict=True):
-            _put_plain(callback, kept)
+            if kept:
+                _put_numbers(callback, kept)
 
     def restore_random(self) -> None:
         """Draw from now on as after the commit, whatever was drawn since; once."""
@@ -156,19 +163,25 @@ class _Loop:
 
 
 def _plain(one: Any) -> dict[str, Any]:
-    """Return an object's numbers and words, as sums of a Trainer's loop, or the counter of EarlyStopping.
-
-    What else it has stays the process's own.
-    """
     return {name: value for name, value in vars(one).items() if isinstance(value, _PLAIN)}
 
 
-def _put_plain(one: Any, kept: dict[str, Any], but: Container[str] = ()) -> None:
-    """Put back what `_plain` gave; what has come since goes, `but` for what the loop has set just now."""
-    for name in _plain(one).keys() - kept.keys():
+def _numbers(one: Any) -> dict[str, Any]:
+    """Return an object's numbers and words, as sums of a Trainer's loop, or the counter of EarlyStopping.
+
+    What else it has stays the process's own; of that the names.
+    """
+    plain = _plain(one)
+    return {"numbers": plain, "others": [name for name in vars(one) if name not in plain]}
+
+
+def _put_numbers(one: Any, kept: dict[str, Any], but: Container[str] = ()) -> None:
+    """Put back what `_numbers` gave; what has come since goes, `but` for what the loop has set just now."""
+    known = {*kept["numbers"], *kept["others"]}
+    for name in _plain(one).keys() - known:
         if name not in but:
             delattr(one, name)
-    vars(one).update(kept)
+    vars(one).update(kept["numbers"])
 
 
 class _Watch(TrainerCallback):
@@ -233,7 +246,9 @@ class _Protected:
             )
 
         loop.forget()
+        joins = bool(loop.run.joins)
         loop.run.keep(build)
+        loop.reports.go_back(loop.run.step, joins=joins)
         for name, those in loop.registered.items():
             getattr(owner.accelerator, name)[:] = those
         loop.epochs, loop.steps, loop.per_epoch = 0, 0, per_epoch

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 from pathlib import Path
 
+from tensorboard.backend.event_processing.event_accumulator import SCALARS, EventAccumulator
+
 from .localrun import FAULTY_DEADLINE_S, Job
 from .test_torchrun import execute
 
@@ -14,6 +16,16 @@ Told = dict[str, set[str]]
 def told(home: Path) -> Told:
     """Return the lines that a run has left, by file; a step that is done again has the same ones."""
     return {path.name: set(path.read_text().splitlines()) for path in home.glob("*.txt")}
+
+
+def scalars(home: Path) -> dict[str, list[tuple[int, float]]]:
+    """Return what TensorBoard shows of a run: by name the steps and values, as they come."""
+    (folder,) = {file.parent for file in home.rglob("events.out.tfevents.*")}
+    events = EventAccumulator(str(folder), size_guidance={SCALARS: 0})
+    events.Reload()
+    # How long things took is another one in each run.
+    names = [name for name in events.Tags()["scalars"] if "loss" in name or name.endswith(("norm", "val"))]
+    return {name: [(one.step, one.value) for one in events.Scalars(name)] for name in names}
 
 
 def plain(script: Path, home: Path, size: int, env: dict[str, str]) -> Told:

@@ -195,6 +195,9 @@ def make() -> Any:
     if VARIANT == "stops":
         called += [pl.callbacks.EarlyStopping("val", patience=1, mode="max")]
         words |= {"max_steps": -1, "max_epochs": 6}
+    loggers: list[Any] = [pl.loggers.CSVLogger(OUT, name="logs")]
+    if VARIANT == "steps":
+        loggers.append(pl.loggers.TensorBoardLogger(OUT, name="shown", version="once"))
     kind = "fsdp2" if VARIANT == "fsdp2" else "ddp"
     strategy: Any = f"ckptless_{kind}"
     if PLAIN:
@@ -212,7 +215,7 @@ def make() -> Any:
         devices=int(os.environ["LOCAL_WORLD_SIZE"]),
         num_nodes=int(os.environ["GROUP_WORLD_SIZE"]),
         callbacks=called,
-        logger=pl.loggers.CSVLogger(OUT, name="logs"),
+        logger=loggers,
         enable_progress_bar=False,
         enable_model_summary=False,
         log_every_n_steps=1,

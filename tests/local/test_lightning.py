@@ -6,7 +6,7 @@ from pathlib import Path
 
 import pytest
 
-from .frameworks import RANKS, plain, protected, told
+from .frameworks import RANKS, plain, protected, scalars, told
 from .localrun import FAULTY_DEADLINE_S, HERE, Job, lose_node, wait_until
 
 pytest.importorskip("lightning")
@@ -34,6 +34,9 @@ def test_a_trainer_that_is_killed_ends_as_plain_lightning_does(tmp_path: Path, v
     assert _results(protected(SCRIPT, tmp_path, steps, kills, env)) == _results(
         plain(SCRIPT, tmp_path, steps, env)
     )
+    if variant == "steps":
+        assert scalars(tmp_path / "ours") == scalars(tmp_path / "plain")
+        assert {name for name, lines in scalars(tmp_path / "ours").items() if len(lines) > 2} >= {"val"}
 
 
 def _results(found: dict[str, set[str]]) -> dict[str, set[str]]:

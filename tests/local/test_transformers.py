@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 
-from .frameworks import RANKS, plain, protected
+from .frameworks import RANKS, plain, protected, scalars
 from .localrun import HERE
 
 pytest.importorskip("transformers")
@@ -54,6 +54,15 @@ def test_adapters_over_a_frozen_model(tmp_path: Path, sharded: bool) -> None:
     """LoRA by peft; with FSDP2 some of it is the Trainer's, through Accelerate."""
     env = {"LORA": "1", **({"FSDP": "1"} if sharded else {})}
     assert protected(SCRIPT, tmp_path, 24, FEW, env) == plain(SCRIPT, tmp_path, 24, env)
+
+
+def test_tensorboard_shows_each_step_once(tmp_path: Path) -> None:
+    """Killed between a line and its commit; of both ranks, of which one writes."""
+    env = {"LATE": "1", "ARGUMENTS": json.dumps({"report_to": ["tensorboard"]})}
+    expected = plain(SCRIPT, tmp_path, 16, env)
+    assert protected(SCRIPT, tmp_path, 16, "1:0,2:1,4:1,5:0,6:0,10:1", env) == expected
+    assert scalars(tmp_path / "ours") == scalars(tmp_path / "plain")
+    assert [step for step, _ in scalars(tmp_path / "ours")["train/loss"]] == [*range(1, 17)]
 
 
 @pytest.mark.slow

@@ -1,7 +1,8 @@
 """A tiny GPT-2 under transformers' Trainer: `trainer_script.py OUT STEPS KILLS`, KILLS as "STEP:RANK,...".
 
 With PLAIN in the environment it is transformers' own Trainer. ARGUMENTS has more TrainingArguments, as JSON;
-with FSDP in it Accelerate shards on the CPU, too. With LORA a GPT-2 is frozen under adapters of peft.
+with FSDP in it Accelerate shards on the CPU, too. With LORA a GPT-2 is frozen under adapters of peft. With
+LATE processes are killed when a step's line is written, before its commit.
 Each line of log is written with all bits, and at the end a digest of the parameters.
 """
 
@@ -64,9 +65,15 @@ class Tell(TrainerCallback):
         }
         with (OUT / f"log-{os.environ['RANK']}.txt").open("a") as file:
             file.write(f"{state.global_step} {self.lines} {sorted(told.items())}\n")
+        if "LATE" in os.environ and "loss" in (logs or {}):
+            self.kill(state.global_step)
 
     def on_pre_optimizer_step(self, args: Any, state: Any, control: Any, **_more: Any) -> None:
-        where = (state.global_step, int(os.environ["RANK"]))
+        if "LATE" not in os.environ:
+            self.kill(state.global_step)
+
+    def kill(self, step: int) -> None:
+        where = (step, int(os.environ["RANK"]))
         if where in KILLS:
             try:
                 (OUT / f"kill-{where[0]}").touch(exist_ok=False)
