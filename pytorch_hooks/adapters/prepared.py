@@ -102,5 +102,5 @@ class Prepared:
         self._loader.end()
 
     def leave(self) -> None:
-        """As far as accelerate knows no epoch is under way, nor an evaluation, that a fault has cut off."""
+        """Tell accelerate that no epoch is under way, nor an evaluation: a fault may have cut them off."""
         self._loader.gradient_state.dataloader_references = [None]

@@ -52,7 +52,7 @@ class Reports:
 
     def go_back(self, step: int, *, joins: bool) -> None:
         """The job goes on after a step; `joins`: others have trained before this process."""
-        if joins:
+        if joins or self._from is not None:
             self._from = step + 1 if step else 0
         for written in self._written:
             written.go_back(step)

@@ -90,7 +90,7 @@ def other_collective() -> None:
 
 
 def evaluation(run: Any) -> None:
-    """And a slow step after it."""
+    """One rank evaluates, and its next step is slow."""
     with run.phase("evaluation", up_to=60.0):
         time.sleep(12.0)
     until = time.monotonic() + 5.0

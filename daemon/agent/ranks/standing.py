@@ -102,7 +102,8 @@ class Standing:
         if still_s >= max(stillness.LOOK_AFTER_S, told_after_s - ahead_s) and one.asks(now):
             one.act(activity(pid), now)
         # Also of one that gets on: an evaluation may have its collectives.
-        until = reader.until if now - page.since >= stillness.FLOOR_S else None
+        said_after_s = min(stillness.FLOOR_S, self._told_after_s)
+        until = reader.until if now - page.since >= said_after_s else None
         if still_s < told_after_s:
             return None, until
         occupant, groups = slot.occupant, reader.groups()

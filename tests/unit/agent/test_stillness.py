@@ -251,6 +251,14 @@ def test_what_its_script_has_said_is_told_of_one_that_gets_on_too(rank: Rank) ->
         assert over.over
 
 
+def test_what_its_script_has_said_is_told_before_a_short_stall_is_over(rank: Rank) -> None:
+    rank.standing = Standing(stall_s=2.0)
+    rank.steps(1)
+    with rank.rank.phase("evaluation", 1000.0):
+        rank.stand(1.0)
+        assert rank.until is not None
+
+
 def test_before_that_it_is_told_for_the_longest_stall_alone(rank: Rank) -> None:
     rank.steps(FIRST_STEPS + FEWEST - 1)
     assert rank.stand(149.0) == []

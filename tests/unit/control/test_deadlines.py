@@ -306,7 +306,7 @@ def test_where_a_new_process_brings_no_step_it_was_no_reason() -> None:
 
 
 def test_what_the_script_has_said_counts_beyond_the_longest_stall_too() -> None:
-    """Of one that stands still, and of one that does not, as in an evaluation that has collectives."""
+    """A rank may stand still, or get on, as in an evaluation that has collectives."""
     told: tuple[Kind, ...] = "excused", "moves"
     for kind in told:
         job = Job()
