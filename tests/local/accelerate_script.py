@@ -13,6 +13,7 @@ import sys
 from pathlib import Path
 from typing import Any
 
+import one_gpu  # type: ignore[import-not-found]  # run as a script, beside it
 import shards_anywhere  # type: ignore[import-not-found]  # run as a script, beside it
 import torch
 from accelerate import Accelerator
@@ -32,7 +33,7 @@ def make() -> tuple[Any, ...]:
         sharded = FullyShardedDataParallelPlugin(
             fsdp_version=2, auto_wrap_policy="size_based_wrap", min_num_params=200
         )
-    accelerator = Accelerator(cpu=True, gradient_accumulation_steps=2, fsdp_plugin=sharded)
+    accelerator = Accelerator(cpu=not one_gpu.ON_GPU, gradient_accumulation_steps=2, fsdp_plugin=sharded)
     torch.manual_seed(3)
     model = torch.nn.Sequential(
         torch.nn.Linear(8, 32), torch.nn.ReLU(), torch.nn.Dropout(0.1), torch.nn.Linear(32, 4)
@@ -84,11 +85,12 @@ def train(run: Any) -> None:
     digest = hashlib.sha256()
     assert shards_anywhere.reshard(model) == ("FSDP" in os.environ)
     for parameter in model.parameters():
-        digest.update(shards_anywhere.local(parameter).numpy().tobytes())
+        digest.update(shards_anywhere.local(parameter).cpu().numpy().tobytes())
     (OUT / f"final-{rank}.txt").write_text(f"{digest.hexdigest()} {updates} {right}\n")
 
 
 OUT.mkdir(parents=True, exist_ok=True)
+one_gpu.begin()
 if "PLAIN" in os.environ:
     train(None)
     torch.distributed.barrier()

@@ -15,6 +15,7 @@ from pathlib import Path
 from typing import Any
 
 import lightning.pytorch as pl
+import one_gpu  # type: ignore[import-not-found]  # run as a script, beside it
 import torch
 import torchmetrics
 from torch import nn
@@ -182,6 +183,8 @@ def make() -> Any:
     words: dict[str, Any] = {"max_steps": STEPS, "enable_checkpointing": False}
     called: list[Any] = [Tell()]
     module: Any = Manual() if VARIANT == "manual" else Net()
+    if "PRECISION" in os.environ:
+        words["precision"] = os.environ["PRECISION"]
     if VARIANT == "steps":
         words |= {"accumulate_grad_batches": 2, "val_check_interval": 3, "gradient_clip_val": 0.5}
     if VARIANT == "epochs":
@@ -211,7 +214,7 @@ def make() -> Any:
         strategy = ckptless.lightning.ModelParallelStrategy(int(os.environ["WORLD_SIZE"]), 1)
     return module, pl.Trainer(
         strategy=strategy,
-        accelerator="cpu",
+        accelerator="gpu" if one_gpu.ON_GPU else "cpu",
         devices=int(os.environ["LOCAL_WORLD_SIZE"]),
         num_nodes=int(os.environ["GROUP_WORLD_SIZE"]),
         callbacks=called,
@@ -227,7 +230,7 @@ def finish(module: Any, trainer: Any) -> None:
     digest = hashlib.sha256()
     for parameter in module.parameters():
         local = parameter.to_local() if hasattr(parameter, "to_local") else parameter
-        digest.update(local.detach().numpy().tobytes())
+        digest.update(local.detach().cpu().numpy().tobytes())
     if trainer.is_global_zero:
         (log,) = (OUT / "logs").glob("version_*/metrics.csv")
         with log.open(newline="") as file:
@@ -241,6 +244,7 @@ if not PLAIN:
     import ckptless.lightning
 
 OUT.mkdir(parents=True, exist_ok=True)
+one_gpu.begin()
 module, trainer = make()
 trainer.fit(module, datamodule=Data())
 finish(module, trainer)

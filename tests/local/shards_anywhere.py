@@ -2,6 +2,7 @@
 
 from typing import Any
 
+import one_gpu  # type: ignore[import-not-found]  # run as a script, beside it
 import torch
 from accelerate import PartialState
 from accelerate.utils import DistributedType
@@ -14,7 +15,9 @@ def on_devices(state: Any, *_args: Any, **_words: Any) -> tuple[str, Any]:
 
 
 def begin() -> None:
-    """To be called in each process, with a group or before it has one."""
+    """To be called in each process, with a group or before it has one; on a device there is nothing to do."""
+    if one_gpu.ON_GPU:
+        return
     PartialState._prepare_backend = on_devices
     torch.distributed.init_process_group("gloo")
 

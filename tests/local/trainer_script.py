@@ -14,6 +14,7 @@ import sys
 from pathlib import Path
 from typing import Any
 
+import one_gpu  # type: ignore[import-not-found]  # run as a script, beside it
 import shards_anywhere  # type: ignore[import-not-found]  # run as a script, beside it
 import torch
 from transformers import (
@@ -86,7 +87,7 @@ def make() -> Trainer:
     more = json.loads(os.environ.get("ARGUMENTS", "{}"))
     words: dict[str, Any] = {
         "output_dir": str(OUT / "saved"),
-        "use_cpu": True,
+        "use_cpu": not one_gpu.ON_GPU,
         "max_steps": STEPS,
         "per_device_train_batch_size": 2,
         "gradient_accumulation_steps": 2,
@@ -121,7 +122,7 @@ def finish(trainer: Any, output: Any) -> None:
     digest = hashlib.sha256()
     assert shards_anywhere.reshard(trainer.model) == ("FSDP" in os.environ)
     for parameter in trainer.model.parameters():
-        digest.update(shards_anywhere.local(parameter).numpy().tobytes())
+        digest.update(shards_anywhere.local(parameter).cpu().numpy().tobytes())
     lines = [line["step"] for line in trainer.state.log_history if "loss" in line]
     (OUT / f"final-{os.environ['RANK']}.txt").write_text(
         f"{digest.hexdigest()} {output.global_step} {output.training_loss.hex()} {lines}\n"
@@ -129,6 +130,7 @@ def finish(trainer: Any, output: Any) -> None:
 
 
 OUT.mkdir(parents=True, exist_ok=True)
+one_gpu.begin()
 if "PLAIN" in os.environ:
     trainer = make()
     finish(trainer, trainer.train())
