@@ -9,10 +9,11 @@ garbage, and `Scope.check` stands before it gets anywhere.
 from __future__ import annotations
 
 import os
+import threading
 from collections.abc import Callable
 from dataclasses import dataclass
 from datetime import timedelta
-from typing import Any, Protocol
+from typing import Any, Protocol, TypeVar
 
 import torch
 import torch.distributed as dist
@@ -20,7 +21,13 @@ import torch.distributed as dist
 from ckptless import nccl_settings
 from ckptless.daemon.protocol.errors import UsageError
 from ckptless.pytorch_hooks.devices import accelerator
+from ckptless.pytorch_hooks.errors import GenerationEnded
 from ckptless.pytorch_hooks.torch_private import calls as torch_private
+
+T = TypeVar("T")
+
+# To queue a collective takes a fraction of a millisecond.
+CALL_DEADLINE_S = 1.0
 
 
 class Maker(Protocol):
@@ -121,6 +128,11 @@ class Devices:
         self._connected: torch.device | None = None
         # Whether a batch was begun and is not ended.
         self.in_batch = False
+        # Threads that are in a call of the backend; none comes in once it is over.
+        self._calls = threading.Condition(threading.Lock())
+        self._inside, self._over = 0, False
+        # Whether one of them was still there when its communicator was freed.
+        self.torn = False
 
     def connect(self, device: torch.device) -> None:
         """Connect, with all ranks of the group, before the first collective. Raises UsageError.
@@ -137,6 +149,22 @@ class Devices:
         self._connect(device, lambda: self.backend.eager_connect_single_device(device))
         self._connected = device
 
+    def queue(self, call: Callable[[], T]) -> T:
+        """Return what a call of the backend does. Raises GenerationEnded where `abort` has come before it.
+
+        NCCL's abort frees what a call in another thread works on: it waits until that is out.
+        """
+        with self._calls:
+            if self._over:
+                raise GenerationEnded("the communicator was aborted")
+            self._inside += 1
+        try:
+            return call()
+        finally:
+            with self._calls:
+                self._inside -= 1
+                self._calls.notify_all()
+
     def begin_batch(self) -> None:
         """Queue what follows as one, until `end_batch`."""
         backend: Any = self.backend
@@ -146,10 +174,18 @@ class Devices:
     def end_batch(self) -> torch_private.Work | None:
         """Return the work of all that; None where there was nothing."""
         backend: Any = self.backend
-        self.in_batch = False
-        ended: torch_private.Work | None = backend._end_coalescing()
-        return ended
+
+        def end() -> torch_private.Work | None:
+            self.in_batch = False
+            ended: torch_private.Work | None = backend._end_coalescing()
+            return ended
+
+        return self.queue(end)
 
     def abort(self) -> None:
         """Free all that its collectives hold up on the device. May take long; idempotent."""
+        with self._calls:
+            self._over = True
+            # A call that stays is stuck itself, in a connection that is made or behind a device that is full.
+            self.torn |= not self._calls.wait_for(lambda: not self._inside, CALL_DEADLINE_S)
         self.backend.abort()

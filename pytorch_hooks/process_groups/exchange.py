@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Callable, Sequence
 from typing import Any
 
@@ -92,9 +93,13 @@ class Exchange:
         return before
 
     @property
-    def in_batch(self) -> bool:
-        """Whether a batch of collectives is open on the device."""
-        return self._devices is not None and self._devices.in_batch
+    def unsound(self) -> str:
+        """Return what makes this process unfit for another generation on its device, if anything does."""
+        if self._devices is not None and self._devices.in_batch:
+            return "a batch of collectives was begun and never ended"
+        if self._devices is not None and self._devices.torn:
+            return "a collective was stuck while it was queued, and its communicator had to be freed under it"
+        return ""
 
     def _connect(self, device: torch.device) -> None:
         """Connect what serves a device, if it is not. Raises UsageError where nothing does."""
@@ -241,8 +246,12 @@ def _forward(name: str) -> Callable[..., Any]:
             at = NOWHERE
         else:
             at = self._begins(scope, number, given)
+        collective = getattr(inner, name)
         try:
-            work = getattr(inner, name)(*args, **kwargs)
+            if device is None or self._devices is None:
+                work = collective(*args, **kwargs)
+            else:
+                work = self._devices.queue(functools.partial(collective, *args, **kwargs))
         except BaseException as error:
             scope.over(at)
             # On the CPU messages talk to the socket at once; the others only check their arguments here.

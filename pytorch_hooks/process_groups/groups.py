@@ -58,11 +58,16 @@ class DeferredTeardown:
 
     Gloo's destructor joins its workers while it holds the GIL: a stuck one would stop everything. NCCL's
     joins a watchdog, which may be asleep for a minute, without the GIL: it is called in a thread of its own.
+
+    At the end of the process these threads, and those that abort, are waited for: one that came back from C++
+    to an interpreter that is on its way out (before Python 3.14) would end the process by SIGABRT.
     """
 
     def __init__(self) -> None:
         self._lock = threading.Lock()
         self._left: list[_Left] = []
+        # Threads that call destructors.
+        self._taking_down = 0
 
     def add(self, scope: Scope, backend: Any, *, on_device: bool) -> None:
         """Keep this backend, or the group that it is in, for now."""
@@ -78,20 +83,32 @@ class DeferredTeardown:
             stay = len(self._left)
         slow, done = [one for one in done if one.on_device], [one for one in done if not one.on_device]
         if slow:
-            elsewhere(slow.clear)
+            with self._lock:
+                self._taking_down += 1
+            elsewhere(functools.partial(self._take_down, slow))
         del done  # the destructors run here, outside the lock: milliseconds each
         return stay
 
-    def seal(self, seconds: float) -> None:
-        """The process ends: wait a little for stuck operations, then make what is left outlive Python."""
+    def _take_down(self, slow: list[_Left]) -> None:
+        try:
+            slow.clear()
+        finally:
+            with self._lock:
+                self._taking_down -= 1
+
+    def seal(self, stuck_s: float, threads_s: float) -> None:
+        """The process ends: wait for stuck operations and for threads; what is left then outlives Python."""
         with self._lock:
             left, self._left = self._left, []
-        if not left:
-            return
-        deadline = time.monotonic() + seconds
-        while any(one.scope.busy for one in left) and time.monotonic() < deadline:
+        began = time.monotonic()
+        while (waited_s := time.monotonic() - began) < threads_s:
+            threads = self._taking_down or any(one.scope.aborting for one in left)
+            stuck = waited_s < stuck_s and any(one.scope.unsettled for one in left)
+            if not (threads or stuck):
+                break
             time.sleep(0.005)
-        time.sleep(_LAST_S)
+        if left:
+            time.sleep(_LAST_S)
         for one in left:
             if one.scope.busy:
                 # One reference too many, on purpose: Python's own clean-up must not join a stuck thread.
@@ -395,7 +412,7 @@ class ProcessGroups:
         scope = self._enter(generation)
         self._leave(old)
         _wait_aborted(old, IDLE_DEADLINE_S)
-        self._refuse_open_batches()
+        self._refuse_unsound()
         self._retire(old, self._members.values())
         self._forget_unmarked()
         self.sweep()
@@ -555,15 +572,16 @@ class ProcessGroups:
             for opened in scope.opened:
                 opened.freeze()
 
-    def _refuse_open_batches(self) -> None:
-        """Raise DeviceLost where an error has left a batch of collectives open on the device.
+    def _refuse_unsound(self) -> None:
+        """Raise DeviceLost where NCCL's state in this process may be broken.
 
-        NCCL keeps it in the thread (ncclGroupStart), holds back whatever that thread queues from then on, in
-        any group, and cannot close it once the communicators of what it has are gone.
+        An open batch it keeps in the thread (ncclGroupStart), holds back whatever that thread queues from
+        then on, in any group, and cannot close it once the communicators of what it has are gone. A call that
+        is stuck works on with memory that the abort has freed.
         """
         for name, member in self._members.items():
-            if member.exchange.in_batch:
-                raise DeviceLost(f"a batch of collectives in group {name} was begun and never ended")
+            if why := member.exchange.unsound:
+                raise DeviceLost(f"in group {name} {why}")
 
     def _retire(self, scope: Scope, members: Any) -> None:
         for member in members:
@@ -599,7 +617,7 @@ class ProcessGroups:
         atexit.unregister(self.close)
         self.reset()
         self._link = None
-        self._teardown.seal(_CLOSE_S)
+        self._teardown.seal(_CLOSE_S, IDLE_DEADLINE_S)
 
 
 def _wait_aborted(scope: Scope, deadline_s: float) -> None:

@@ -6,6 +6,7 @@ mistake that is made in the product first ("-" for none).
 
 from __future__ import annotations
 
+import contextlib
 import json
 import os
 import sys
@@ -25,10 +26,14 @@ import torch.distributed as dist  # noqa: E402
 from ckptless.daemon.protocol import messages as m  # noqa: E402
 from ckptless.pytorch_hooks.commit.versions import Versions  # noqa: E402
 from ckptless.pytorch_hooks.devices.arrival import Arrival  # noqa: E402
-from ckptless.pytorch_hooks.errors import DeviceLost  # noqa: E402
+from ckptless.pytorch_hooks.errors import CollectiveFailed, DeviceLost, GenerationEnded  # noqa: E402
 from ckptless.pytorch_hooks.process_groups import device_backends, exchange  # noqa: E402
 from ckptless.pytorch_hooks.process_groups.device_backends import Devices  # noqa: E402
-from ckptless.pytorch_hooks.process_groups.groups import ProcessGroups, _check_graph  # noqa: E402
+from ckptless.pytorch_hooks.process_groups.groups import (  # noqa: E402
+    DeferredTeardown,
+    ProcessGroups,
+    _check_graph,
+)
 from ckptless.pytorch_hooks.process_groups.work import AbortableWork, Scope  # noqa: E402
 from ckptless.pytorch_hooks.state import State, TensorSet  # noqa: E402
 from ckptless.pytorch_hooks.torch_private import calls as torch_private  # noqa: E402
@@ -40,6 +45,8 @@ SIZE = 2
 MANY = 1 << 16
 SLOW_S = 0.3
 DEADLINE_S = 60.0
+# Generations of one scenario.
+HAMMERED = int(os.environ.get("HAMMERED", "5"))
 # A communicator has dozens.
 FEW_FDS = 8
 DEVICE = kind.name()
@@ -502,6 +509,54 @@ def graph(rank: Rank) -> dict[str, Any]:
     return {"found": [*found, tensor[0].item()], "over": over, "old": old}
 
 
+def hammered(rank: Rank) -> dict[str, Any]:
+    """Generations end in the middle of collectives that are queued, one after the other."""
+    rank.open()
+    pair = dist.new_group([0, 1])
+    tensor, other = torch.ones(MANY, device=DEVICE), torch.ones(8, device=DEVICE)
+    queued, ends = 0, set()
+    for generation in range(2, HAMMERED + 2):
+        dist.all_reduce(tensor, group=pair)
+        rank.meet(f"before {generation}")
+        # Not at the same moment in both.
+        threading.Timer(0.002 * (1 + generation % 5) + 0.005 * rank.rank, rank.groups.abort).start()
+        with contextlib.suppress(GenerationEnded, CollectiveFailed):
+            while True:
+                dist.all_reduce(tensor, group=pair)
+                dist.all_reduce(other)
+                queued += 1
+        rank.groups.abort()
+        rank.groups.wait_idle(DEADLINE_S)
+        rank.groups.configure(generation, rank.store)
+        other.fill_(1.0)
+        dist.all_reduce(other)
+        ends.add(other[0].item())
+    return {"queued": queued > 0, "ends": [*ends]}
+
+
+class Slow:
+    """Takes time while the interpreter is on its way out, as a device's libraries do."""
+
+    def __del__(self) -> None:
+        time.sleep(2 * SLOW_S)
+
+
+def ended(rank: Rank) -> dict[str, Any]:
+    """The process ends by itself, while its last communicators take long to go."""
+    put(device, "slow", Slow())
+    real, never = Devices.abort, torch_private.HashStore()
+
+    def slow(devices: Devices) -> None:
+        real(devices)
+        with contextlib.suppress(RuntimeError):
+            # In C++, as NCCL's.
+            never.wait(["nothing"], timedelta(seconds=2 * SLOW_S))
+
+    put(Devices, "abort", slow)
+    rank.open()
+    return {"ended": True}
+
+
 # ------------------------------------------------------------------------------------------------ plants
 
 
@@ -583,7 +638,12 @@ def graphs_are_not_released() -> None:
 
 def open_batches_are_not_seen() -> None:
     """Nobody asks whether a batch was ended."""
-    put(ProcessGroups, "_refuse_open_batches", lambda _groups: None)
+    put(ProcessGroups, "_refuse_unsound", lambda _groups: None)
+
+
+def threads_are_not_waited_for() -> None:
+    """The process ends however many threads are on their way back from C++."""
+    put(DeferredTeardown, "seal", lambda *_given: None)
 
 
 def devices_are_not_compared() -> None:
@@ -605,10 +665,11 @@ PLANTS = {
     "works-not-found": works_are_not_found,
     "batches-stay": batches_stay,
     "devices-not-compared": devices_are_not_compared,
+    "threads-not-waited-for": threads_are_not_waited_for,
 }
 SCENES = (
     *(ordered, left, idle, sealed, copied, ring, renewed),
-    *(answers, forwarded, refused, cut, graph, shared),
+    *(answers, forwarded, refused, cut, graph, shared, hammered, ended),
 )
 SCENARIOS = {one.__name__: one for one in SCENES}
 
@@ -622,6 +683,8 @@ def main() -> None:
     found = SCENARIOS[scenario](rank)
     print(json.dumps(found), flush=True)
     rank.meet("end")
+    if scenario == ended.__name__:
+        return
     # As the end of a scenario elsewhere: destructors of what hangs are never run.
     os._exit(0)
 

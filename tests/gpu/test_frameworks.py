@@ -1,4 +1,4 @@
-"""Lightning, Accelerate and transformers' Trainer on a GPU that two ranks share: killed, bit for bit as plain.
+"""Lightning, Accelerate and transformers' Trainer on a GPU that two ranks share: killed, with plain bits.
 
 On the CPU they are in tests/local. Some of these train in lower precision, with a GradScaler.
 """
@@ -42,14 +42,14 @@ def every_other(times: int) -> str:
 
 @pytest.mark.parametrize("how", ["ddp", "fsdp2"])
 def test_accelerate(tmp_path: Path, how: str) -> None:
-    same("accelerate_script.py", tmp_path, 4, every_other(6), {"FSDP": "1"} if how == "fsdp2" else {})
+    same("accelerate_script.py", tmp_path, 4, every_other(4), {"FSDP": "1"} if how == "fsdp2" else {})
 
 
 @pytest.mark.parametrize("how", ["plain", "fp16", "bf16", "fsdp2", "lora"])
 def test_trainer(tmp_path: Path, how: str) -> None:
     arguments: dict[str, object] = {how: True} if how in ("fp16", "bf16") else {}
     more = {"FSDP": "1"} if how == "fsdp2" else {"LORA": "1"} if how == "lora" else {}
-    same("trainer_script.py", tmp_path, 16, every_other(6), {**more, "ARGUMENTS": json.dumps(arguments)})
+    same("trainer_script.py", tmp_path, 16, every_other(4), {**more, "ARGUMENTS": json.dumps(arguments)})
 
 
 @pytest.mark.parametrize(("variant", "precision"), [("steps", "16-mixed"), ("manual", "32"), ("fsdp2", "32")])

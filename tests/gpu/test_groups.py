@@ -78,12 +78,14 @@ EXPECTED: dict[str, list[dict[str, Any]]] = {
         {"said": ["GenerationEnded: generation 1 is over", "UsageError: ranks 0 and 1 work on"]},
     ]
     * 2,
+    "hammered": [{"queued": True, "ends": [2.0]}] * 2,
+    "ended": [{"ended": True}] * 2,
     "renewed": [{"found": [[4.0, 2.0, ["rank 0", "rank 1"]]] * 3, "backend": True, "fds": True}] * 2,
 }
 
 
 def play(scenario: str, plant: str = "-", deadline_s: float = DEADLINE_S) -> list[dict[str, Any]] | None:
-    """Return what both ranks of a scenario have found, or None where one did not come to its end."""
+    """Return what both ranks of a scenario have found, or None where one did not end, or by a signal."""
     tcp: Any = dist.TCPStore  # type: ignore[attr-defined]
     store = tcp("127.0.0.1", 0, None, is_master=True, timeout=timedelta(seconds=30), wait_for_workers=False)
     environment = {**os.environ, "PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1"}
@@ -107,6 +109,8 @@ def play(scenario: str, plant: str = "-", deadline_s: float = DEADLINE_S) -> lis
         for rank in ranks:
             rank.kill()
             rank.communicate()
+    if any(rank.returncode for rank in ranks):
+        return None
     lines = [text.strip().splitlines() for text in said]
     return [json.loads(line[-1]) for line in lines] if all(lines) else None
 
@@ -139,6 +143,7 @@ def test_what_ranks_do_on_a_device(scenario: str) -> None:
         ("open-batches-not-seen", "cut"),
         ("batches-stay", "cut"),
         ("devices-not-compared", "shared"),
+        ("threads-not-waited-for", "ended"),
         pytest.param("works-not-found", "answers", marks=STOCK),
     ],
 )

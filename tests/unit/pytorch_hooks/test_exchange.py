@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import threading
 from collections.abc import Callable
 from typing import Any
 
@@ -10,6 +11,7 @@ import torch
 import torch.distributed as dist
 
 from ckptless.pytorch_hooks.errors import CollectiveFailed, GenerationEnded
+from ckptless.pytorch_hooks.process_groups import device_backends
 from ckptless.pytorch_hooks.process_groups.device_backends import Devices
 from ckptless.pytorch_hooks.process_groups.exchange import Exchange, forward
 from ckptless.pytorch_hooks.process_groups.work import Scope
@@ -96,3 +98,51 @@ def test_the_verdict_may_come_in_the_middle(call: Callable[[Through], object]) -
     with pytest.raises(GenerationEnded):
         call(through)
     assert scope.broken is None
+
+
+class Held:
+    """A device's, of which a call stays inside until it is let go; it notes what is done in which order."""
+
+    def __init__(self) -> None:
+        self.entered, self.go = threading.Event(), threading.Event()
+        self.done: list[str] = []
+
+    def allreduce(self, _tensors: list[torch.Tensor]) -> None:
+        self.entered.set()
+        self.go.wait(10)
+        self.done.append("call")
+
+    def abort(self) -> None:
+        self.done.append("abort")
+
+    def _start_coalescing(self) -> None:
+        pass
+
+
+@pytest.mark.parametrize("stuck", [False, True])
+def test_nothing_is_freed_under_a_call(monkeypatch: pytest.MonkeyPatch, stuck: bool) -> None:
+    """NCCL's abort frees what a call in another thread works on. One that is stuck costs the process."""
+    monkeypatch.setattr(device_backends, "CALL_DEADLINE_S", 0.05 if stuck else 10.0)
+    held: Any = Held()
+    through, scope = attached(held, [])
+    devices: Any = through._devices
+    scope.aborts.append(devices.abort)
+    calling = threading.Thread(target=CALLS[0], args=(through,))
+    calling.start()
+    assert held.entered.wait(10)
+    scope.end()
+    if not stuck:
+        assert not scope.wait_aborted(0.1)
+        held.go.set()
+    assert scope.wait_aborted(10)
+    held.go.set()
+    calling.join(10)
+    assert held.done == (["abort", "call"] if stuck else ["call", "abort"])
+    assert ("freed under it" in through.unsound) is stuck
+    # Nobody comes in any more, and a batch that was open is known to be.
+    devices.begin_batch()
+    with pytest.raises(GenerationEnded):
+        devices.queue(held.abort)
+    with pytest.raises(GenerationEnded):
+        devices.end_batch()
+    assert "batch" in through.unsound
