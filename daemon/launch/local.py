@@ -89,7 +89,7 @@ class LocalRun:
         self._tag = secrets.token_hex(4)
         self._nodes: list[LocalNode] = []
         # It has torch loaded; each agent is a fork of it.
-        self._zygote = Zygote(lambda kind, text: logger.debug("%s: %s", kind, text))
+        self._zygote = Zygote(_log)
         # The first signal that ends the job, from the user or the system.
         self._stop: signal.Signals | None = None
         # A second Ctrl-C: nobody wants to wait for anything any more.
@@ -248,7 +248,7 @@ class LocalRun:
             await self._begin_agent(node)
 
     async def _start_agent(self, node: LocalNode, program: Sequence[str]) -> Process:
-        preloads = [f"--preload={module}" for module in self._config.preload]
+        preloads = [f"--preload={module}" for module in self._zygote.preload]
         spec = SpawnSpec(argv=(LOCAL_FORK, *preloads, *program), env=os.environ, cwd=Path.cwd(), module=True)
         with (node.dir / "agent.log").open("ab") as errors:
             return await self._zygote.spawn(spec, 1, errors.fileno())
@@ -373,6 +373,11 @@ class LocalRun:
         if outcome.rank is not None and outcome.node is not None:
             log = rank_log_path(self._nodes[outcome.node].dir / "logs", outcome.rank)
         return tell_end(self._spec.job, outcome, log, f"{self.state_dir}/node-*/logs")
+
+
+def _log(kind: str, text: str) -> None:
+    """Tell what becomes of the launcher's zygote, from which each node's is forked."""
+    logger.log(logging.WARNING if kind == "zygote-warning" else logging.DEBUG, "%s: %s", kind, text)
 
 
 def _write(path: Path, config: msgspec.Struct) -> None:

@@ -6,6 +6,7 @@ process group that dies with the interpreter may wait for ever for a thread that
 
 import contextlib
 import hashlib
+import importlib.machinery
 import importlib.metadata
 import importlib.util
 import logging
@@ -17,6 +18,7 @@ from collections.abc import Sequence
 from pathlib import Path
 
 from ckptless import __version__
+from ckptless.daemon.agent.ranks.processes import ADAPTERS
 from ckptless.daemon.protocol.errors import UsageError
 from ckptless.torch_versions import NEWEST, OLDEST, is_tested, shown
 
@@ -25,6 +27,12 @@ logger = logging.getLogger(__name__)
 ALWAYS = ("torch",)
 # torch._dynamo is what the first DDP or optimizer of a process would import, for a second.
 FOR_RUN = ("torch._dynamo", "ckptless.pytorch_hooks")
+# How a script imports one of the adapters; its framework takes seconds to import.
+_ADAPTER = re.compile(rb"^[ \t]*(?:import|from)[ \t]+ckptless(?:\.|[ \t]+import[ \t]+)(\w+)", re.MULTILINE)
+# What has to come before such an import, and would come after it.
+_BEFOREHAND = re.compile(
+    rb"environ(?:\[[^]\n]*\]\s*=[^=]|\.(?:setdefault|update|pop)|\s*\|=)|\bputenv\b|\bsys\.path\b"
+)
 # Of a script, so much is looked at.
 READ_NBYTES = 1 << 20
 # Its own deadline is less, but torch is loaded first, and be it over a network.
@@ -34,12 +42,30 @@ SELF_TEST = "ckptless.pytorch_hooks.self_test"
 
 def preloads(argv: Sequence[str], cwd: Path, given: Sequence[str], *, module: bool) -> tuple[str, ...]:
     """Modules to import, with the user's own; what `ckptless.run` needs where the script names ckptless."""
-    return (*ALWAYS, *(FOR_RUN if names_ckptless(argv[0], cwd, module=module) else ()), *given)
+    if not names_ckptless(argv[0], cwd, module=module):
+        return (*ALWAYS, *given)
+    adapters = {name for path in _sources(argv[0], cwd, module=module) for name in _adapters(path)}
+    return (*ALWAYS, *FOR_RUN, *sorted(adapters), *given)
 
 
 def names_ckptless(target: str, cwd: Path, *, module: bool) -> bool:
     """Whether the script names ckptless, and so may use `ckptless.run`."""
-    return any(_names_ckptless(path) for path in _sources(target, cwd, module=module))
+    return any(re.search(rb"\bckptless\b", _text(path)) for path in _sources(target, cwd, module=module))
+
+
+def _adapters(path: Path) -> list[str]:
+    """Return the adapters that the script imports, where it would get the same ones beforehand.
+
+    It would not where it sets variables or the search path first, nor where a file beside it has the name of
+    the framework.
+    """
+    text = _text(path)
+    if _BEFOREHAND.search(text):
+        return []
+    named = {match.group(1).decode() for match in _ADAPTER.finditer(text)}
+    find = importlib.machinery.PathFinder.find_spec
+    free = [name for name in named if find(name, [str(path.parent)]) is None]
+    return [f"ckptless.{name}" for name in free if f"ckptless.{name}" in ADAPTERS]
 
 
 def _sources(target: str, cwd: Path, *, module: bool) -> tuple[Path, ...]:
@@ -50,12 +76,13 @@ def _sources(target: str, cwd: Path, *, module: bool) -> tuple[Path, ...]:
     return (path.with_name(f"{path.name}.py"), path / "__main__.py")
 
 
-def _names_ckptless(path: Path) -> bool:
+def _text(path: Path) -> bytes:
+    """Return what there is of it to look at."""
     try:
         with path.open("rb") as file:
-            return re.search(rb"\bckptless\b", file.read(READ_NBYTES)) is not None
+            return file.read(READ_NBYTES)
     except OSError:
-        return False
+        return b""
 
 
 # ------------------------------------------------------------------------- whether torch will do

@@ -16,6 +16,7 @@ from typing import Any
 
 import pytest
 
+from ckptless.daemon.agent.ranks import processes
 from ckptless.daemon.agent.ranks.prctl import set_child_subreaper
 from ckptless.daemon.agent.ranks.processes import SPAWN_DEADLINE_S, Process, SpawnSpec, Zygote
 from ckptless.daemon.protocol.errors import PeerError, UsageError
@@ -506,6 +507,27 @@ def test_a_preload_that_fails_is_named(tmp_path: Path, module: str, text: str | 
 
     asyncio.run(main())
     assert children() == set()
+
+
+@pytest.mark.parametrize("text", ["raise ImportError('none here')", "import os; os._exit(4)"])
+def test_an_adapter_that_cannot_be_loaded_ahead_is_left_out(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, text: str
+) -> None:
+    script(tmp_path, text, "no_framework.py")
+    monkeypatch.setattr(processes, "ADAPTERS", frozenset({"no_framework"}))
+    ran = script(tmp_path, "print('ran')")
+    events: list[tuple[str, str]] = []
+
+    async def main() -> None:
+        zygote = Logging(lambda kind, text: events.append((kind, text)))
+        await zygote.start(["json", "no_framework"], {**ENV, "PYTHONPATH": str(tmp_path)}, DEADLINE_S)
+        assert zygote.preload == ("json",)
+        assert await (await zygote.spawn(spec(tmp_path, ran))).wait() == 0
+        await zygote.close()
+
+    asyncio.run(main())
+    (told,) = [text for kind, text in events if kind == "zygote-warning"]
+    assert told.endswith("now each process imports its framework by itself")
 
 
 def test_what_does_not_go_with_fork_is_a_warning(tmp_path: Path) -> None:

@@ -29,6 +29,9 @@ STATUS_UNKNOWN = 255
 # Read once, when the interpreter or a library is loaded: a rank gets the zygote's, whatever its own say.
 READ_AT_LOAD = ("LD_", "PYTHON", "OMP_", "GOMP_", "KMP_", "MKL_", "OPENBLAS_", "MALLOC_", "LC_", "LANG")
 
+# What may be imported ahead where a script does so, and need not be.
+ADAPTERS = frozenset({"ckptless.accelerate", "ckptless.lightning", "ckptless.transformers"})
+
 OnEvent: TypeAlias = Callable[[str, str], None]
 
 
@@ -289,13 +292,18 @@ class Zygote:
         Waits at most `deadline_s`, also when `spawn` starts it again. Makes the caller a subreaper. `env`
         should be the ranks' environment without what differs between them. `own`: the pid of a zygote that
         the caller has already, and the descriptor of the socket to it. Raises UsageError if a module cannot
-        be imported, PeerError if the zygote dies or is late.
+        be imported, PeerError if the zygote dies or is late; adapters are left out then.
         """
         set_child_subreaper()
         self._preload, self._env, self._deadline_s = tuple(preload), dict(env), deadline_s
         async with self._starting:
             await self.close()
             await self._start(own)
+
+    @property
+    def preload(self) -> tuple[str, ...]:
+        """What it has imported, or will have."""
+        return self._preload
 
     async def spawn(
         self, spec: SpawnSpec, stdout: int, stderr: int | None = None, deadline_s: float = SPAWN_DEADLINE_S
@@ -365,6 +373,16 @@ class Zygote:
             return True
 
     async def _start(self, own: tuple[int, int] | None = None) -> None:
+        try:
+            await self._begin(own)
+        except (UsageError, PeerError) as error:
+            if ADAPTERS.isdisjoint(self._preload):
+                raise
+            self._on_event("zygote-warning", f"{error}: now each process imports its framework by itself")
+            self._preload = tuple(name for name in self._preload if name not in ADAPTERS)
+            await self._begin()
+
+    async def _begin(self, own: tuple[int, int] | None = None) -> None:
         pid, sock = _launch(self._preload, self._env) if own is None else _inherited(*own)
         link = ZygoteLink(pid, sock, self._on_event)
         try:

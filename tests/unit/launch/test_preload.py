@@ -27,6 +27,42 @@ def test_a_script_a_folder_and_a_module(tmp_path: Path, text: str, more: tuple[s
         assert preloads((module,), tmp_path, ("numpy",), module=True) == wanted
 
 
+ENVIRONMENT = [
+    "os.environ['HF_HOME'] = 'x'",
+    'os.environ["A"]="b"',
+    "os.environ.setdefault('A', 'b')",
+    "environ.update(A='b')",
+    "os.environ |= {}",
+    "os.putenv('A', 'b')",
+    "sys.path.insert(0, 'x')",
+]
+READS = ["os.environ['A'] == 'b'", "x = os.environ.get('A')", "my_environ = {}", "# ckptless.lightning"]
+
+
+@pytest.mark.parametrize(
+    "how",
+    ["import ckptless.{}", " from ckptless.{} import x", "from ckptless import {}", "import\tckptless.{}"],
+)
+def test_the_framework_of_an_adapter_that_the_script_imports(tmp_path: Path, how: str) -> None:
+    script = tmp_path / "train.py"
+    for name in ("transformers", "lightning", "accelerate"):
+        wanted = (*ALWAYS, *FOR_RUN, f"ckptless.{name}")
+        imports = f"import torch\n{how.format(name)}\n"
+        for line in READS:
+            script.write_text(f"{imports}{line}\n")
+            assert preloads((str(script),), tmp_path, (), module=False) == wanted, line
+        # What comes before the script's import would come after ours.
+        for line in ENVIRONMENT:
+            script.write_text(f"{line}\n{imports}")
+            assert preloads((str(script),), tmp_path, (), module=False) == (*ALWAYS, *FOR_RUN), line
+        script.write_text(imports)
+        # The script would get this one.
+        (tmp_path / name).with_suffix(".py").touch()
+        assert preloads((str(script),), tmp_path, (), module=False) == (*ALWAYS, *FOR_RUN)
+    script.write_text("import ckptless.data\nimport ckptless, lightning\n")
+    assert preloads((str(script),), tmp_path, (), module=False) == (*ALWAYS, *FOR_RUN)
+
+
 def test_what_cannot_be_read(tmp_path: Path) -> None:
     assert preloads((str(tmp_path / "no.py"),), tmp_path, (), module=False) == ALWAYS
     assert preloads(("torch.nothing",), tmp_path, (), module=True) == ALWAYS
