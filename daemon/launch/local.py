@@ -33,7 +33,7 @@ from ckptless.daemon.launch.late import LateNodes
 from ckptless.daemon.ledger.paths import default_state_dir
 from ckptless.daemon.protocol.errors import StartError, UsageError
 from ckptless.daemon.protocol.forming import forget_wanted, nodes_asked_for, nodes_up
-from ckptless.daemon.protocol.messages import Outcome
+from ckptless.daemon.protocol.messages import JobSpec, Outcome
 from ckptless.daemon.protocol.outcome import outcome_path, read_outcome, which_holds
 from ckptless.daemon.protocol.peercred import unix_address
 from ckptless.daemon.settings.agent_config import AgentConfig, SharedConfig, agent_config, thread_env
@@ -121,6 +121,19 @@ class LocalRun:
             finally:
                 self._sockets.close()
         return self._result()
+
+    @property
+    def spec(self) -> JobSpec:
+        """The job."""
+        return self._spec
+
+    def lose(self, agent: int) -> None:
+        """Kill a node, whose agent has this process id: its daemon first, so that nobody says goodbye."""
+        for node in self._nodes:
+            if node.agent is not None and node.agent.pid == agent:
+                for child in (node.daemon, node.agent):
+                    if child is not None:
+                        send(child, signal.SIGKILL)
 
     def _stopped(self, number: signal.Signals) -> None:
         if self._stop is None:

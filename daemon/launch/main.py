@@ -12,6 +12,7 @@ from ckptless import __version__
 from ckptless.daemon.agent.ranks.signals import ignore_others
 from ckptless.daemon.launch.options import local_run, recovers, slurm_run
 from ckptless.daemon.launch.preload import check_torch, names_ckptless, try_untested
+from ckptless.daemon.launch.rehearsal import rehearse
 from ckptless.daemon.launch.step import StepRun
 from ckptless.daemon.launch.torchrun import NOT_NEEDED, NOT_OF_THE_ENVIRONMENT, REFUSED, check
 from ckptless.daemon.protocol import log
@@ -116,6 +117,8 @@ def command(script: str, script_args: tuple[str, ...], **params: object) -> None
             try_untested()
         for name in check(said):
             click.echo(f"ckptless-run: {name} is not needed and has no effect", err=True)
+        if "rehearse" in said:
+            sys.exit(rehearse(script, script_args, said, os.environ))
         build = local_run if "local" in said else slurm_run
         run = build(script, script_args, said, os.environ)
         sys.exit(run.run() if isinstance(run, StepRun) else asyncio.run(run.run()))

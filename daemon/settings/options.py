@@ -323,6 +323,13 @@ class RunOptions:
     """The options of ckptless-run, in the order of its help. None is "not said"."""
 
     local: bool = flag("Make the nodes on this machine; needs no root and no Slurm.").default(False)
+    rehearse: bool = flag(
+        "Run the script for a few steps on this machine, without faults and with, and tell what differs.",
+        local_only=True,
+    ).default(False)
+    rehearse_steps: int = number(
+        "Steps of each run of a rehearsal.", low=4, high=10**6, local_only=True, unsaid="8"
+    ).default(0)
     nodes: str | None = Option(
         "Nodes that train.",
         also=("--nnodes",),

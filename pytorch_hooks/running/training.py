@@ -2,6 +2,7 @@
 
 import gc
 import logging
+import os
 import sys
 import time
 from collections.abc import Callable, Container, Iterable, Iterator, Mapping
@@ -37,8 +38,9 @@ from ckptless.pytorch_hooks.elastic.recut import Recut, Room, new_memory, recut
 from ckptless.pytorch_hooks.elastic.sums import Share
 from ckptless.pytorch_hooks.process_groups.groups import ProcessGroups
 from ckptless.pytorch_hooks.process_groups.models import Buckets, Sharded
-from ckptless.pytorch_hooks.running import twin_comparison
+from ckptless.pytorch_hooks.running import rehearsing, twin_comparison
 from ckptless.pytorch_hooks.running.loaders import Loaders
+from ckptless.pytorch_hooks.running.rehearsing import Rehearsing, Seen
 from ckptless.pytorch_hooks.running.standalone import checked_state, exact_steps
 from ckptless.pytorch_hooks.running.user_hooks import NO_HOOKS, UserHooks
 from ckptless.pytorch_hooks.running.warming import Warmed, warm
@@ -50,18 +52,21 @@ from ckptless.pytorch_hooks.state import (
     State,
     TensorSet,
     branch,
+    codec,
     draft,
     gradients,
     private,
     read,
     readback,
     restore,
+    rng,
 )
 from ckptless.pytorch_hooks.state.attributes import MANY
 from ckptless.pytorch_hooks.state.objects import parts_of, tree_of, watch_of
 from ckptless.pytorch_hooks.state.reach import Outside
 from ckptless.pytorch_hooks.state.second_look import SecondLook, is_due
 from ckptless.pytorch_hooks.state.twins import refuse, twins
+from ckptless.pytorch_hooks.state.walk import shown
 from ckptless.pytorch_hooks.torch_private import calls as torch_private
 from ckptless.pytorch_hooks.torch_private import compiling
 
@@ -129,6 +134,9 @@ class Run:
         self._outside = Outside(train, self._tell_outside) if train is not None else None
         # Whether what this process writes has been read back.
         self._read_back = False
+        # Of `ckptless-run --rehearse`; and what the newest record has.
+        self._rehearsing = rehearsing.begun()
+        self._rehearsed: dict[str, bytes] = {}
         self.loaders = Loaders(session, lambda: groups.calls, self._shared)
         # What `ckptless.run` was told of it, and the steps of the present generation.
         self.exactly: Exact | None = None
@@ -673,6 +681,8 @@ class Run:
 
     def _commit(self, loss: float | torch.Tensor | None) -> int:
         step = self._step + 1
+        if self._rehearsing is not None:
+            self._rehearsing.before(step, self.rank)
         self._page.enter(COMMIT)
         due = self._cadence.is_due(step)
         self._cadence.meter.held_up(self._versions.held_s())
@@ -690,7 +700,23 @@ class Run:
         if self._aftermath and step > (self._assigned.restore_step or 0):
             # Off the critical path of the recovery: take down what the old generation left.
             self._aftermath = self._groups.sweep() > 0
+        if self._rehearsing is not None:
+            self._rehearse(self._rehearsing, step, loss)
         return step
+
+    def _rehearse(self, part: Rehearsing, step: int, loss: float | torch.Tensor | None) -> None:
+        """Write down what there is; after the last step of a rehearsal every process ends."""
+        kept = self._kept
+        tensors = {shown(name): tensor for name, tensor in kept.tensors.named()}
+        drawn = {f"random numbers ({name})": codec.pack(one) for name, one in rng.capture().items()}
+        known = {**kept.look.known(), id(self): self, id(part): part}
+        seen = Seen(tensors, {**self._rehearsed, **drawn}, known)
+        part.note((step, self.generation, self.rank), loss, seen)
+        if part.is_over(step):
+            self.finish()
+            sys.stdout.flush()
+            sys.stderr.flush()
+            os._exit(0)
 
     def _begin(self, step: int) -> None:
         """All ranks are at this step, which is committed."""
@@ -765,6 +791,8 @@ class Run:
         began = time.monotonic()
         exact = None if self.exactly is None else self.exactly.words
         made = draft(kept.state, step, self.loaders.committed(), kept.buckets.layouts, kept.tensors, exact)
+        if self._rehearsing is not None:
+            self._rehearsed = made.parts()
         record = made.finish() if made.is_whole else b""
         self._tell_many(kept.look, time.monotonic() - began, made)
         own = kept.tensors.spans(watch_of(kept.state).recorded) if self._writes else ()

@@ -4,8 +4,8 @@ import random
 import sys
 from collections import deque
 from collections.abc import Callable, Iterator, Mapping
-from types import FunctionType, MethodType
-from typing import TYPE_CHECKING, Any
+from types import BuiltinMethodType, FunctionType, MethodType, ModuleType, NoneType
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 import torch
 
@@ -25,16 +25,45 @@ Leaves = dict[str, Any]
 """By place: what compares equal as long as it has not changed."""
 
 
-def leaves(value: Any, path: str, known: Mapping[int, Any], *, functions: bool = True) -> Leaves:
-    """Look at everything under `value` that is not `known` (by id): numbers, tensors, arrays, generators.
+def is_own(kind: type) -> bool:
+    """Whether a class is somebody's own: neither Python's, torch's nor numpy's."""
+    top = kind.__module__.partition(".")[0]
+    if top in sys.stdlib_module_names and top != "__main__":
+        return False
+    return top not in ("numpy", "ckptless") and not attributes.is_foreign(kind)
 
-    With `functions`, at what functions keep for themselves, too.
-    """
+
+def leaf(value: Any) -> Any:
+    """Return what a tensor, an array or a generator has, to be compared; None for anything else."""
+    if isinstance(value, torch.Tensor):
+        # A graph's: made anew by each forward pass.
+        return None if value.grad_fn is not None else attributes.content(value)
+    if isinstance(value, torch.Generator):
+        return bytes(value.get_state().tolist())
+    if isinstance(value, random.Random) or type(value).__module__.startswith("numpy"):
+        return attributes.content(value)
+    return None
+
+
+class Eyes(NamedTuple):
+    """How things are looked at: into objects of which classes, and what has no inside."""
+
+    into: Callable[[type], bool] = is_own
+    leaf: Callable[[Any], Any] = leaf
+    # Also at what functions keep for themselves.
+    functions: bool = True
+
+
+ALL = Eyes()
+
+
+def leaves(value: Any, path: str, known: Mapping[int, Any], *, eyes: Eyes = ALL) -> Leaves:
+    """Look at everything under `value` that is not `known` (by id): numbers, tensors, arrays, generators."""
     found: Leaves = {}
-    for place, leaf in _walk(value, path, {*known}, functions, 0):
+    for place, one in _walk(value, path, {*known}, eyes, 0):
         if len(found) >= LEAVES:
             break
-        found[place] = leaf
+        found[place] = one
     return found
 
 
@@ -51,53 +80,41 @@ def is_looked_into(value: Any) -> bool:
     return is_own(type(value))
 
 
-def is_own(kind: type) -> bool:
-    """Whether a class is somebody's own: neither Python's, torch's nor numpy's."""
-    top = kind.__module__.partition(".")[0]
-    if top in sys.stdlib_module_names and top != "__main__":
-        return False
-    return top not in ("numpy", "ckptless") and not attributes.is_foreign(kind)
-
-
-def _walk(value: Any, path: str, seen: set[int], functions: bool, depth: int) -> Iterator[tuple[str, Any]]:
+def _walk(value: Any, path: str, seen: set[int], eyes: Eyes, depth: int) -> Iterator[tuple[str, Any]]:
     if type(value) in _PLAIN or value is None:
         yield path, (type(value), value)
         return
     if id(value) in seen or depth > DEPTH:
         return
     seen.add(id(value))
-    if (leaf := _leaf(value)) is not None:
-        yield path, leaf
+    if (found := eyes.leaf(value)) is not None:
+        yield path, found
         return
-    if isinstance(value, (FunctionType, MethodType)) and not functions:
+    if not eyes.functions and (isinstance(value, (FunctionType, MethodType)) or _is_native_method(value)):
         return
-    for step, item in _inside(value):
-        yield from _walk(item, path + step, seen, functions, depth + 1)
+    for step, item in _inside(value, eyes):
+        yield from _walk(item, path + step, seen, eyes, depth + 1)
 
 
-def _leaf(value: Any) -> Any:
-    if isinstance(value, torch.Tensor):
-        # A graph's: made anew by each forward pass.
-        return None if value.grad_fn is not None else attributes.content(value)
-    if isinstance(value, torch.Generator):
-        return bytes(value.get_state().tolist())
-    if isinstance(value, random.Random) or type(value).__module__.startswith("numpy"):
-        return attributes.content(value)
-    return None
-
-
-def _inside(value: Any) -> Iterator[tuple[str, Any]]:
+def _inside(value: Any, eyes: Eyes) -> Iterator[tuple[str, Any]]:
     if isinstance(value, torch.nn.Module):
         for key, tensor in (*value.named_parameters(), *value.named_buffers()):
             yield f".{key}", tensor
     elif isinstance(value, (dict, list, tuple, set, frozenset, deque)):
         yield from _of_container(value)
     elif isinstance(value, (FunctionType, MethodType)):
-        yield from _of_function(value)
+        yield from _of_function(value, eyes)
+    elif _is_native_method(value):
+        yield ".__self__", value.__self__
     elif isinstance(value, type):
-        yield from _of_class(value) if is_own(value) else ()
-    elif is_looked_into(value) and not isinstance(value, torch.Tensor):
+        yield from _of_class(value) if eyes.into(value) else ()
+    elif eyes.into(type(value)) and not isinstance(value, torch.Tensor):
         yield from ((f".{key}", item) for key, item in attributes.fields(value))
+
+
+def _is_native_method(value: Any) -> bool:
+    """Whether it is a method, of an object that it has, which C has made: a generator's, say."""
+    return isinstance(value, BuiltinMethodType) and not isinstance(value.__self__, (NoneType, ModuleType))
 
 
 def _of_container(value: Any) -> Iterator[tuple[str, Any]]:
@@ -109,10 +126,11 @@ def _of_container(value: Any) -> Iterator[tuple[str, Any]]:
         yield from ((f"[{index}]", item) for index, item in enumerate(list(value)))
 
 
-def _of_function(value: Any) -> Iterator[tuple[str, Any]]:
+def _of_function(value: Any, eyes: Eyes) -> Iterator[tuple[str, Any]]:
     """Yield what a function keeps for itself: its closure and its defaults, and whose method it is."""
     if isinstance(value, MethodType):
-        if is_looked_into(value.__self__):
+        # Of numpy's generators methods are such, too.
+        if eyes.into(type(value.__self__)) or eyes.leaf(value.__self__) is not None:
             yield ".__self__", value.__self__
         value = value.__func__
     for name, cell in zip(value.__code__.co_freevars, value.__closure__ or (), strict=True):

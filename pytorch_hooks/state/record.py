@@ -118,6 +118,19 @@ class Draft:
         """The size of the record so far."""
         return len(msgspec.msgpack.encode(self._made))
 
+    def parts(self) -> dict[str, bytes]:
+        """Return what the record has of the State by name, once all is there."""
+        self.finish()
+        made = self._made
+        named = {**made.optimizers, **made.objects, **made.data, **made.extra}
+        attributes_of_it = {name: codec.pack(fields) for name, (fields, _) in made.attributes.items()}
+        return {
+            **{f"state.{name}": packed for name, packed in named.items()},
+            **{f"attributes of state.{name}": packed for name, packed in attributes_of_it.items()},
+            "buffers": made.buffers,
+            "the position in the data": made.cursor,
+        }
+
     def finish(self) -> bytes:
         """Return the record once all is there. Any thread. Raises RuntimeError where a device has failed."""
         # no deadline: the device's own work; the end of the generation frees it

@@ -155,7 +155,7 @@ class SecondLook:
             now: Leaves = {}
             for key, value in attributes.own(one):
                 if attributes.packed(value, self._names) is None:
-                    now |= reach.leaves(value, f"{name}{key}", known, functions=False)
+                    now |= reach.leaves(value, f"{name}{key}", known, eyes=reach.Eyes(functions=False))
             place = reach.changed(self._reached[name], now) if name in self._reached else None
             if place is not None:
                 raise UsageError(

@@ -1,0 +1,52 @@
+"""A rehearsal (`ckptless-run --rehearse`): what the launcher tells ranks of it, and what they write down."""
+
+from pathlib import Path
+from typing import Literal
+
+import msgspec
+
+VERSION = 1
+# In the environment of the ranks: a `Rehearsal`, as JSON.
+VARIABLE = "CKPTLESS_REHEARSAL"
+# In the rehearsal's folder: the process id of an agent whose node is to be lost, for the launcher.
+LOST = "lost-node"
+# Begins a digest.
+OTHER = "#"
+
+
+class Fault(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
+    """What becomes of a rank in `step`, before it commits that: its process, or its whole node, is killed."""
+
+    step: int
+    rank: int
+    kind: Literal["process", "node"]
+
+
+class Rehearsal(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
+    """One run: so many steps, then every rank ends; with these faults, each once."""
+
+    version: int
+    directory: str
+    steps: int
+    faults: tuple[Fault, ...] = ()
+
+
+class Line(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
+    """What there was at a rank's commit of `step`, in a file of JSON lines for each rank.
+
+    Short plain values as Python writes them (a float with all its bits), of others a digest, behind OTHER.
+    `tensors` and `values`: of the State, by name; `beside`: of the script beside it, by place.
+    """
+
+    step: int
+    generation: int
+    pid: int
+    loss: str | None
+    tensors: dict[str, str]
+    values: dict[str, str]
+    beside: dict[str, str]
+
+
+def lines_file(directory: Path, rank: int) -> Path:
+    """Return where a rank writes."""
+    return directory / f"rank-{rank:05d}.jsonl"
