@@ -45,6 +45,7 @@ SOUND: dict[str, tuple[str, ...]] = {
     "trainer": ("trainer_script.py", "OUT", "40", ""),
     "accelerate": ("accelerate_script.py", "OUT", "9", ""),
     "gpt": ("../../docs/demo/train_gpt.py", "--steps", "40"),
+    "protected": ("protected_script.py", "OUT", "40", ""),
     "compiled": ("compiled_script.py", "OUT", "40", "99"),
 }
 
