@@ -35,8 +35,8 @@ NO_LOSS = ("ema", "local")
 # One of each way; the others are `slow`.
 FEW = ("counter", "ema")
 SOUND: dict[str, tuple[str, ...]] = {
-    "ddp": ("toy.py", "40", "OUT"),
-    "fsdp": ("toy.py", "40", "OUT"),
+    "grouped": ("unseen.py", "grouped", "40", "OUT"),
+    "fsdp": ("unseen.py", "fsdp-container", "40", "OUT"),
     "handwritten": ("unseen.py", "handwritten", "40", "OUT"),
     "container": ("unseen.py", "container", "40", "OUT"),
     "moving average": ("unseen.py", "ema", "40", "OUT"),
@@ -50,14 +50,14 @@ SOUND: dict[str, tuple[str, ...]] = {
 }
 
 
-def rehearse(home: Path, *words: object, env: dict[str, str] | None = None) -> tuple[int, str]:
+def rehearse(home: Path, *words: object) -> tuple[int, str]:
     """Return how it ends, and what it says; it leaves no process."""
     command = [sys.executable, *LAUNCHER, "--rehearse", "--state-dir", home / "rehearsal", *words]
     inherited = {k: v for k, v in os.environ.items() if not k.startswith(("TOY_", "CKPTLESS_"))}
     mark = f"CKPTLESS_TEST_REHEARSAL={home}"
     done = subprocess.run(
         list(map(str, command)),
-        env={**inherited, **(env or {}), "CKPTLESS_TEST_REHEARSAL": str(home)},
+        env={**inherited, "CKPTLESS_TEST_REHEARSAL": str(home)},
         stdin=subprocess.DEVNULL,
         capture_output=True,
         text=True,
@@ -103,8 +103,7 @@ def test_a_sound_script_passes(tmp_path: Path) -> None:
 @pytest.mark.parametrize("name", SOUND)
 def test_sound_scripts_pass(tmp_path: Path, name: str) -> None:
     script, *words = (str(tmp_path / "out") if word == "OUT" else word for word in SOUND[name])
-    env = {"TOY_PARALLEL": name} if name in ("ddp", "fsdp") else {}
-    code, said = rehearse(tmp_path, HERE / script, *words, env=env)
+    code, said = rehearse(tmp_path, HERE / script, *words)
     assert code == 0, said
 
 
