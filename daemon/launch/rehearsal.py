@@ -1,9 +1,8 @@
 """`ckptless-run --rehearse`: a script for a few steps on this machine, with faults and without, compared."""
 
 import asyncio
-import contextlib
-import logging
 import os
+import secrets
 import shutil
 import tempfile
 from collections.abc import Mapping, Sequence
@@ -16,12 +15,13 @@ from ckptless.daemon.launch import rehearsed
 from ckptless.daemon.launch.local import LocalRun
 from ckptless.daemon.launch.options import local_run
 from ckptless.daemon.protocol.errors import UsageError
-from ckptless.rehearsal import LOST, VARIABLE, VERSION, Fault, Line, Rehearsal, lines_file
-
-logger = logging.getLogger(__name__)
+from ckptless.rehearsal import LOST, VARIABLE, VERSION, Fault, Line, Rehearsal, fault_file, lines_file
 
 STEPS = 8
 POLL_S = 0.02
+FAULTS = "faults"
+# By its folder, how each run is called.
+_RUNS = {"first": "without faults", "second": "without faults, the second time,", FAULTS: "with faults"}
 # What a rehearsal has of its own.
 _ITS_OWN = ("rehearse", "rehearse_steps", "local", "tee", "state_dir")
 
@@ -34,43 +34,51 @@ def rehearse(
     Raises UsageError.
     """
     steps = int(str(said.get("rehearse_steps") or STEPS))
-    home = Path(str(said["state_dir"])).absolute() if "state_dir" in said else None
-    home = home or Path(tempfile.mkdtemp(prefix="ckptless-rehearsal-"))
-    options = {name: value for name, value in said.items() if name not in _ITS_OWN}
-    options |= {
-        "local": True,
-        "tee": "none",
-        "nodes": said.get("nodes", "2"),
-        "spares": said.get("spares", 1),
-    }
+    folder = (
+        said.get("state_dir") or Path(tempfile.gettempdir()) / f"ckptless-rehearsal-{secrets.token_hex(4)}"
+    )
+    home = Path(str(folder)).absolute()
+    options = {"nodes": "2", "spares": 1, **{name: one for name, one in said.items() if name not in _ITS_OWN}}
     faults: tuple[Fault, ...] = ()
-    runs: list[rehearsed.Run] = []
-    for name in ("first", "second", "faults"):
+    found: list[rehearsed.Run] = []
+    for name, told in _RUNS.items():
         directory = home / name
-        directory.mkdir(parents=True)
-        run = local_run(script, arguments, {**options, "state_dir": directory / "state"}, env)
+        its_own = {"local": True, "tee": "none", "state_dir": directory / "state"}
+        run = local_run(script, arguments, {**options, **its_own}, env)
         ranks = _check(run)
-        if name == "faults":
+        _make(directory)
+        if name == FAULTS:
             faults = (Fault(steps // 3 + 1, ranks - 1, "process"), Fault(2 * steps // 3 + 1, 0, "node"))
-        plan = Rehearsal(VERSION, str(directory), steps, faults)
-        code = asyncio.run(_play(run, plan))
+        code = asyncio.run(_play(run, Rehearsal(VERSION, str(directory), steps, faults)))
         if code:
-            click.echo(
-                f"rehearsal: the run {_TOLD[name]} has ended with {code}; its logs are in {run.state_dir}"
-            )
+            click.echo(f"rehearsal: the run {told} has ended with {code}; its logs are in {run.state_dir}")
             return code
-        runs.append({rank: _read(lines_file(directory, rank)) for rank in range(ranks)})
-    found = rehearsed.compare(*runs)
+        found.append({rank: _read(directory, rank) for rank in range(ranks)})
+    spared = [one for number, one in enumerate(faults) if not fault_file(home / FAULTS, number).exists()]
+    compared = rehearsed.compare(found[0], found[1], found[2], spared)
+    struck = [one for one in faults if one not in spared]
+    return _tell(compared, struck, home, keep="state_dir" in said)
+
+
+def _tell(found: rehearsed.Found, faults: Sequence[Fault], home: Path, *, keep: bool) -> int:
+    """Say what was found; return the exit code."""
     for line in rehearsed.sentences(found, faults):
         click.echo(f"rehearsal: {line}")
-    if found.good and "state_dir" not in said:
+    if found.good and not keep:
         shutil.rmtree(home)
     else:
         click.echo(f"rehearsal: all that was written is in {home}")
     return 0 if found.good else 1
 
 
-_TOLD = {"first": "without faults", "second": "without faults, the second time,", "faults": "with faults"}
+def _make(directory: Path) -> None:
+    """Make a run's folder, for nobody else. Raises UsageError."""
+    try:
+        directory.mkdir(mode=0o700, parents=True)
+    except OSError as error:
+        raise UsageError(
+            f"a rehearsal makes {directory} ({error.strerror}): name another --state-dir"
+        ) from error
 
 
 def _check(run: LocalRun) -> int:
@@ -102,12 +110,12 @@ async def _lose(run: LocalRun, mark: Path) -> None:
     run.lose(int(mark.read_text()))
 
 
-def _read(path: Path) -> Sequence[Line]:
-    """Return what a rank has written; of a process that was killed the last line may lack its end."""
+def _read(directory: Path, rank: int) -> Sequence[Line]:
+    """Return what a rank's processes have written, one after the other."""
     decode = msgspec.json.Decoder(Line).decode
-    found = []
-    with contextlib.suppress(FileNotFoundError):
-        for line in path.read_bytes().splitlines(keepends=True):
-            if line.endswith(b"\n"):
-                found.append(decode(line))
-    return found
+    processes = []
+    for path in directory.glob(lines_file(directory, rank, "*").name):
+        lines = [decode(line) for line in path.read_bytes().splitlines(keepends=True) if line.endswith(b"\n")]
+        processes.append(lines)
+    processes.sort(key=lambda lines: lines[0].generation if lines else 0)
+    return [line for lines in processes for line in lines]

@@ -66,8 +66,11 @@ class Found:
         return not (self.unsteady or self.wrong or self.forgotten or self.missing)
 
 
-def compare(first: Run, second: Run, faulty: Run) -> Found:
-    """Compare the run with faults with the two without, which say what is never the same (a time, say)."""
+def compare(first: Run, second: Run, faulty: Run, spared: Sequence[Fault] = ()) -> Found:
+    """Compare the run with faults with the two without, which say what is never the same (a time, say).
+
+    `spared`: faults that have not come, as the script had ended before.
+    """
     clean, again, struck = _by_step(first), _by_step(second), _by_step(faulty)
     steps = max((step for _, step in clean), default=0)
     compared = max((_size(line) for line in clean.values()), default=(0, 0))
@@ -83,6 +86,11 @@ def compare(first: Run, second: Run, faulty: Run) -> Found:
         missing = "no rank has committed a step: the script calls run.commit after each one"
     elif clean.keys() != again.keys():
         missing = "the two runs without faults have not made the same steps"
+    elif spared:
+        missing = (
+            f"the script has made {steps} steps, and a fault was to come in step {spared[0].step}: have it "
+            "make more, or ask for fewer (--rehearse-steps)"
+        )
     elif clean.keys() != struck.keys():
         missing = "the run with faults has not made the same steps as the one without"
     if missing or unsteady:

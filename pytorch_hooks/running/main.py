@@ -24,7 +24,7 @@ from ckptless.pytorch_hooks.devices import accelerator
 from ckptless.pytorch_hooks.elastic.exact import Exact
 from ckptless.pytorch_hooks.errors import CollectiveFailed, DeviceLost, GenerationEnded
 from ckptless.pytorch_hooks.process_groups.groups import ProcessGroups
-from ckptless.pytorch_hooks.running import standalone
+from ckptless.pytorch_hooks.running import rehearsing, standalone
 from ckptless.pytorch_hooks.running.training import COLLECTIVE_TIMEOUT, Run
 from ckptless.pytorch_hooks.running.user_hooks import NO_HOOKS, Hook, UserHooks
 from ckptless.pytorch_hooks.state import rng
@@ -129,6 +129,9 @@ class _Worker:
         faulthandler.register(m.STACKS_SIGNAL, file=page.stacks_fd(), all_threads=True)
         if hooks.abort is not None:
             self._groups.aborts.append(hooks.abort)
+        if rehearsing.begun() is not None:
+            # All that there is is written down with a commit.
+            commits = (1, commits[1])
         cadence = Cadence(self._groups, *commits)
         self._run = Run(self._session, self._groups, cadence, overlap, train, hooks)
         self._run.on_repeat = self._repeat

@@ -23,7 +23,7 @@ import xxhash
 
 from ckptless.daemon.protocol.errors import UsageError
 from ckptless.pytorch_hooks.state import private, raw, reach
-from ckptless.rehearsal import LOST, OTHER, VARIABLE, VERSION, Line, Rehearsal, lines_file
+from ckptless.rehearsal import LOST, OTHER, VARIABLE, VERSION, Line, Rehearsal, fault_file, lines_file
 
 # Of a plain value so much is shown; of a longer one a digest.
 SHOWN = 60
@@ -58,6 +58,8 @@ class Rehearsing:
 
     def __init__(self, plan: Rehearsal) -> None:
         self._plan, self._home = plan, Path(plan.directory)
+        # Ranks of several nodes share this machine's GPUs, which NCCL takes where each has a host of its own.
+        os.environ.setdefault("NCCL_HOSTID", f"rehearsal-{os.getpid()}")
 
     def before(self, step: int, rank: int) -> None:
         """Fail in this step, once, where that is the plan; its work is done and not committed."""
@@ -69,7 +71,7 @@ class Rehearsing:
 
     def _is_first(self, number: int) -> bool:
         try:
-            (self._home / f"fault-{number}").touch(exist_ok=False)
+            fault_file(self._home, number).touch(exist_ok=False)
         except FileExistsError:
             return False
         return True
@@ -93,7 +95,7 @@ class Rehearsing:
             values={name: _shown(packed) for name, packed in seen.values.items()},
             beside={place: _shown(value) for place, value in _beside(seen.known)},
         )
-        with lines_file(self._home, rank).open("ab") as file:
+        with lines_file(self._home, rank, os.getpid()).open("ab") as file:
             file.write(msgspec.json.encode(line) + b"\n")
 
     def is_over(self, step: int) -> bool:

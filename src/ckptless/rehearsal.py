@@ -47,6 +47,11 @@ class Line(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     beside: dict[str, str]
 
 
-def lines_file(directory: Path, rank: int) -> Path:
-    """Return where a rank writes."""
-    return directory / f"rank-{rank:05d}.jsonl"
+def fault_file(directory: Path, number: int) -> Path:
+    """Return what is there once a rank has come to that fault."""
+    return directory / f"fault-{number}"
+
+
+def lines_file(directory: Path, rank: int, process: int | str) -> Path:
+    """Return where a process ("*": any) writes as that rank; it may be killed in the middle of a line."""
+    return directory / f"rank-{rank:05d}-{process}.jsonl"

@@ -128,6 +128,13 @@ def test_a_script_that_fails_is_not_rehearsed(tmp_path: Path) -> None:
     assert "rehearsal: the run without faults has ended with 1" in said
 
 
+def test_a_folder_that_is_there_is_left_alone(tmp_path: Path) -> None:
+    (tmp_path / "rehearsal" / "first").mkdir(parents=True)
+    code, said = rehearse(tmp_path, FORGETS, "nothing")
+    assert code == 2
+    assert "name another --state-dir" in said
+
+
 @pytest.mark.parametrize("words", [("--nodes", 1), ("--spares", 0), ("--min-nodes", 1), ("--tier", 1)])
 def test_what_cannot_be_rehearsed(tmp_path: Path, words: tuple[object, ...]) -> None:
     code, said = rehearse(tmp_path, *words, FORGETS, "nothing")

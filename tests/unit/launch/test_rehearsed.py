@@ -158,6 +158,12 @@ def test_steps_that_are_missing(runs: tuple[Run, Run, Run], words: str) -> None:
     assert not found.good
 
 
+def test_a_fault_that_has_not_come() -> None:
+    found = compare(run(), run(), with_faults(), [FAULTS[1]])
+    assert "the script has made 8 steps, and a fault was to come in step 6" in said(found)
+    assert not found.good
+
+
 def test_a_list_is_named_once_and_a_long_story_is_cut_short() -> None:
     def change(_rank: int, one: Line) -> Line:
         if one.step < 3:
