@@ -116,7 +116,9 @@ def test_a_probe_that_lies_on_all_nodes_empties_no_cluster_and_ends_no_job(site:
     job.wait(lambda: len(held()) == NODES - 2, "the breaker holds on all nodes but two")
     job.wait(lambda: len(drained(site)) == 2, "two are drained")
     assert not set(held()) & set(drained(site))
-    job.trains(2)
+    # The last one is the spare: where it is one of the two, no rank has anywhere to go, and all stay.
+    if nodes[-1] not in drained(site):
+        job.trains(2)
     # One spare: of the two that may be left one stays, and the job's story says why.
     lost = [f for f in job.ledger().faults if f.job == job.run_name and f.kind == "node-lost"]
     assert len({fault.node for fault in lost}) <= 1
