@@ -2,7 +2,7 @@
 
 A lane is runs of pytest one after the other, so that what computes (unit and property tests, the simulator;
 parts, the simulated device) is beside jobs and clusters, which wait most of the time. With --gpu
-it is what there is for a GPU, in five lanes, for a machine with 16 cores. What a run prints goes to
+it is what there is for a GPU, in six lanes, for a machine with 16 cores. What a run prints goes to
 build/test-NAME.txt; here one line a minute says how far they are, and at the end (or at Ctrl-C) comes the
 summary of each, with its slowest tests, and all of one that failed. The options are pytest's.
 """
@@ -33,12 +33,15 @@ LANES: Lanes = (
         "devices": ("tests/simdev", "tests/gpu"),
     },
 )
-JOBS = "tests/gpu/test_jobs.py"
+JOBS, FRAMEWORKS = "tests/gpu/test_jobs.py", "tests/gpu/test_frameworks.py"
 GPU_LANES: Lanes = (
     {
-        "gpu-parts": ("tests/gpu", f"--ignore={JOBS}", "--ignore=tests/gpu/test_groups.py"),
+        "gpu-parts": (
+            *("tests/gpu", f"--ignore={JOBS}", f"--ignore={FRAMEWORKS}", "--ignore=tests/gpu/test_groups.py"),
+        ),
         "gpu-groups": ("tests/gpu/test_groups.py",),
     },
+    {"gpu-frameworks": (FRAMEWORKS,)},
     {"gpu-ddp": (JOBS, "-k", "ddp")},
     {"gpu-fsdp": (JOBS, "-k", "fsdp")},
     {"gpu-hsdp": (JOBS, "-k", "hsdp")},

@@ -44,7 +44,9 @@ def preloads(argv: Sequence[str], cwd: Path, given: Sequence[str], *, module: bo
     """Modules to import, with the user's own; what `ckptless.run` needs where the script names ckptless."""
     if not names_ckptless(argv[0], cwd, module=module):
         return (*ALWAYS, *given)
-    adapters = {name for path in _sources(argv[0], cwd, module=module) for name in _adapters(path)}
+    sources = _sources(argv[0], cwd, module=module)
+    # What Python puts first on its path.
+    adapters = {n for path in sources for n in _adapters(path, cwd if module else path.resolve().parent)}
     return (*ALWAYS, *FOR_RUN, *sorted(adapters), *given)
 
 
@@ -53,18 +55,18 @@ def names_ckptless(target: str, cwd: Path, *, module: bool) -> bool:
     return any(re.search(rb"\bckptless\b", _text(path)) for path in _sources(target, cwd, module=module))
 
 
-def _adapters(path: Path) -> list[str]:
+def _adapters(path: Path, first: Path) -> list[str]:
     """Return the adapters that the script imports, where it would get the same ones beforehand.
 
-    It would not where it sets variables or the search path first, nor where a file beside it has the name of
-    the framework.
+    It would not where it sets variables or the search path before, nor where something in the `first` folder
+    of that path has the name of the framework.
     """
     text = _text(path)
     if _BEFOREHAND.search(text):
         return []
     named = {match.group(1).decode() for match in _ADAPTER.finditer(text)}
     find = importlib.machinery.PathFinder.find_spec
-    free = [name for name in named if find(name, [str(path.parent)]) is None]
+    free = [name for name in named if find(name, [str(first)]) is None]
     return [f"ckptless.{name}" for name in free if f"ckptless.{name}" in ADAPTERS]
 
 

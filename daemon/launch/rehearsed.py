@@ -15,7 +15,7 @@ LOSS = "the loss"
 
 @dataclass(frozen=True)
 class Difference:
-    """What is not the same after a fault: first in `step`, on `ranks`; `was` is what it is without one.
+    """Something that is not the same after a fault: first in `step`, on `ranks`; `was` is what it is without.
 
     `processes`: whether any of these is new, and whether any has lived through the fault.
     """

@@ -46,7 +46,7 @@ def begun() -> Rehearsing | None:
 
 
 class Seen(NamedTuple):
-    """What a State has: tensors and other values (packed) by name, and all objects that it covers by id."""
+    """Tensors and other values (packed) of a State by name, and all objects that it covers by id."""
 
     tensors: Mapping[str, torch.Tensor]
     values: Mapping[str, bytes]
@@ -107,7 +107,9 @@ def _beside(known: Mapping[int, Any]) -> Iterator[tuple[str, Any]]:
     roots = dict(_locals(sys._getframe(1)))
     for module in [one for one in list(sys.modules.values()) if isinstance(one, ModuleType)]:
         if is_users(vars(module)):
-            where = Path(module.__file__ or "").name
+            # Files of several folders may have one name.
+            is_script = module.__name__ == "__main__"
+            where = Path(module.__file__ or "").name if is_script else module.__name__
             roots |= {f"the global {name} of {where}": value for name, value in _named(vars(module))}
     for place, value in roots.items():
         yield from reach.leaves(value, place, known, eyes=EYES).items()
@@ -117,7 +119,7 @@ def _locals(frame: FrameType | None) -> Iterator[tuple[str, Any]]:
     """Yield the local variables of the script's functions that are being called, innermost first."""
     while frame is not None:
         if is_users(frame.f_globals) and frame.f_code.co_name != "<module>":
-            where = f"{frame.f_code.co_name}() in {Path(frame.f_code.co_filename).name}"
+            where = f"{frame.f_code.co_qualname}() in {Path(frame.f_code.co_filename).name}"
             yield from ((f"the local {name} of {where}", value) for name, value in _named(frame.f_locals))
         frame = frame.f_back
 
@@ -151,7 +153,7 @@ def _is_seen(kind: type) -> bool:
 
 
 class _Told(str):
-    """What is written down as it is."""
+    """Text that is written down as it is."""
 
     __slots__ = ()
 

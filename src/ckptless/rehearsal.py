@@ -15,7 +15,7 @@ OTHER = "#"
 
 
 class Fault(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
-    """What becomes of a rank in `step`, before it commits that: its process, or its whole node, is killed."""
+    """A rank's process, or its whole node, is killed in `step`, before it commits that."""
 
     step: int
     rank: int
@@ -32,7 +32,7 @@ class Rehearsal(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
 
 
 class Line(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
-    """What there was at a rank's commit of `step`, in a file of JSON lines for each rank.
+    """All that there was at a rank's commit of `step`, in a file of JSON lines for each process.
 
     Short plain values as Python writes them (a float with all its bits), of others a digest, behind OTHER.
     `tensors` and `values`: of the State, by name; `beside`: of the script beside it, by place.

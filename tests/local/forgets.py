@@ -29,7 +29,7 @@ def build() -> ckptless.State:
 
 
 class Decaying(torch.optim.SGD):
-    """What it has of its own is in a dict that its class has."""
+    """Its class has a dict, with what it has of its own."""
 
     shared: ClassVar[dict[str, float]] = {"scale": 1.0}
 

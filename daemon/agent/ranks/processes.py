@@ -292,7 +292,8 @@ class Zygote:
         Waits at most `deadline_s`, also when `spawn` starts it again. Makes the caller a subreaper. `env`
         should be the ranks' environment without what differs between them. `own`: the pid of a zygote that
         the caller has already, and the descriptor of the socket to it. Raises UsageError if a module cannot
-        be imported, PeerError if the zygote dies or is late; adapters are left out then.
+        be imported, PeerError if the zygote dies or is late; with adapters it is tried
+        once more, as long, without them.
         """
         set_child_subreaper()
         self._preload, self._env, self._deadline_s = tuple(preload), dict(env), deadline_s
@@ -302,7 +303,7 @@ class Zygote:
 
     @property
     def preload(self) -> tuple[str, ...]:
-        """What it has imported, or will have."""
+        """Return the modules that it has imported, or will have."""
         return self._preload
 
     async def spawn(

@@ -59,6 +59,15 @@ def test_the_framework_of_an_adapter_that_the_script_imports(tmp_path: Path, how
         # The script would get this one.
         (tmp_path / name).with_suffix(".py").touch()
         assert preloads((str(script),), tmp_path, (), module=False) == (*ALWAYS, *FOR_RUN)
+        (tmp_path / name).with_suffix(".py").unlink()
+        # Of a module it is the working directory that Python looks into first.
+        module = tmp_path / "pkg" / "train.py"
+        module.parent.mkdir(exist_ok=True)
+        module.write_text(imports)
+        assert preloads(("pkg.train",), tmp_path, (), module=True) == wanted
+        (tmp_path / name).mkdir()
+        assert preloads(("pkg.train",), tmp_path, (), module=True) == (*ALWAYS, *FOR_RUN)
+        (tmp_path / name).rmdir()
     script.write_text("import ckptless.data\nimport ckptless, lightning\n")
     assert preloads((str(script),), tmp_path, (), module=False) == (*ALWAYS, *FOR_RUN)
 
