@@ -4,8 +4,8 @@ from pathlib import Path
 
 import click
 
-from ckptless.daemon.ckptctl import render
-from ckptless.daemon.ckptctl.options import wants_json, with_json
+from ckptless.daemon.ckptctl.shared import render
+from ckptless.daemon.ckptctl.shared.options import wants_json, with_json
 from ckptless.daemon.settings.site import DEFAULT_FILE, as_yaml, load_settings, shown
 
 _FILE = click.argument("file", required=False, type=click.Path(path_type=Path))

@@ -7,8 +7,8 @@ from typing import Any
 import click
 from msgspec import structs
 
-from ckptless.daemon.ckptctl import render, view
-from ckptless.daemon.ckptctl.options import Asked, of_job
+from ckptless.daemon.ckptctl.shared import render, view
+from ckptless.daemon.ckptctl.shared.options import Asked, of_job
 from ckptless.daemon.ledger.merge import Snapshot
 from ckptless.daemon.ledger.precedence import ENDED
 from ckptless.daemon.protocol.limits import size_text

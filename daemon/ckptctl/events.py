@@ -5,9 +5,9 @@ import time
 import click
 import msgspec
 
-from ckptless.daemon.ckptctl import render, view
-from ckptless.daemon.ckptctl.options import Asked, of_job
-from ckptless.daemon.ckptctl.source import Feed
+from ckptless.daemon.ckptctl.shared import render, view
+from ckptless.daemon.ckptctl.shared.options import Asked, of_job
+from ckptless.daemon.ckptctl.shared.source import Feed
 from ckptless.daemon.protocol.records import EventRecord
 
 _POLL_S = 0.5

@@ -5,8 +5,8 @@ from typing import Any
 
 import click
 
-from ckptless.daemon.ckptctl.ask import ask_any, sockets, tell
-from ckptless.daemon.ckptctl.options import Asked, for_job
+from ckptless.daemon.ckptctl.shared.ask import ask_any, sockets, tell
+from ckptless.daemon.ckptctl.shared.options import Asked, for_job
 from ckptless.daemon.protocol.errors import UsageError
 from ckptless.daemon.protocol.messages import PROTOCOL
 from ckptless.daemon.protocol.requests import MAX_NAME, MAX_REASON, Evict, Evicted, EvictionSource

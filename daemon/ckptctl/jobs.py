@@ -4,8 +4,8 @@ import time
 
 import click
 
-from ckptless.daemon.ckptctl import render, view
-from ckptless.daemon.ckptctl.options import Asked, of_job
+from ckptless.daemon.ckptctl.shared import render, view
+from ckptless.daemon.ckptctl.shared.options import Asked, of_job
 from ckptless.daemon.protocol.records import JobRecord
 
 

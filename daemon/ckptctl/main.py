@@ -10,10 +10,10 @@ from ckptless.daemon.ckptctl.data import data
 from ckptless.daemon.ckptctl.events import events
 from ckptless.daemon.ckptctl.evict import evict, release
 from ckptless.daemon.ckptctl.jobs import jobs
-from ckptless.daemon.ckptctl.options import Asked, common
 from ckptless.daemon.ckptctl.owner import resize, save
 from ckptless.daemon.ckptctl.plan import plan
 from ckptless.daemon.ckptctl.replicas import replicas
+from ckptless.daemon.ckptctl.shared.options import Asked, common
 from ckptless.daemon.ckptctl.status import status
 from ckptless.daemon.ckptctl.stragglers import stragglers
 from ckptless.daemon.ckptctl.this_node import health, kept

@@ -4,8 +4,8 @@ import re
 
 import click
 
-from ckptless.daemon.ckptctl.ask import ask_any, sockets, tell
-from ckptless.daemon.ckptctl.options import Asked, for_job
+from ckptless.daemon.ckptctl.shared.ask import ask_any, sockets, tell
+from ckptless.daemon.ckptctl.shared.options import Asked, for_job
 from ckptless.daemon.protocol.errors import UsageError
 from ckptless.daemon.protocol.limits import MOST_NODES
 from ckptless.daemon.protocol.messages import PROTOCOL

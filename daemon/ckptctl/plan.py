@@ -8,8 +8,8 @@ from typing import Any, Literal, get_args
 
 import click
 
-from ckptless.daemon.ckptctl import render
-from ckptless.daemon.ckptctl.options import wants_json, with_json
+from ckptless.daemon.ckptctl.shared import render
+from ckptless.daemon.ckptctl.shared.options import wants_json, with_json
 from ckptless.daemon.protocol.errors import UsageError
 from ckptless.daemon.protocol.limits import MOST_NODES, MOST_RANKS, MOST_SLOTS, size_text
 from ckptless.daemon.replication.footprint import Shape, shortest_cadence

@@ -6,9 +6,9 @@ from typing import Any
 
 import click
 
-from ckptless.daemon.ckptctl import render, view
 from ckptless.daemon.ckptctl import safety as safe
-from ckptless.daemon.ckptctl.options import Asked, of_job
+from ckptless.daemon.ckptctl.shared import render, view
+from ckptless.daemon.ckptctl.shared.options import Asked, of_job
 from ckptless.daemon.ledger.merge import Snapshot
 from ckptless.daemon.ledger.precedence import ENDED
 from ckptless.daemon.protocol.limits import runs, size_text

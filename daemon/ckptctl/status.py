@@ -6,9 +6,9 @@ from collections.abc import Iterator
 import click
 from msgspec import structs
 
-from ckptless.daemon.ckptctl import render, view
 from ckptless.daemon.ckptctl import safety as safe
-from ckptless.daemon.ckptctl.options import Asked, of_job
+from ckptless.daemon.ckptctl.shared import render, view
+from ckptless.daemon.ckptctl.shared.options import Asked, of_job
 from ckptless.daemon.ledger.merge import Snapshot
 from ckptless.daemon.protocol.records import (
     REFUSALS,

@@ -6,8 +6,8 @@ from pathlib import Path
 import click
 from msgspec import structs
 
-from ckptless.daemon.ckptctl import render, view
-from ckptless.daemon.ckptctl.options import Asked, as_png, of_job
+from ckptless.daemon.ckptctl.shared import render, view
+from ckptless.daemon.ckptctl.shared.options import Asked, as_png, of_job
 from ckptless.daemon.ckptlessd.planning.pace import Shares, Slow, shares, slow
 from ckptless.daemon.ledger.merge import Snapshot
 from ckptless.daemon.protocol.errors import CkptlessError
@@ -115,7 +115,7 @@ def _sentence(where: Shares) -> str:
 def _draw(file: Path, job: str, paces: Mapping[int, Pace]) -> None:
     if not paces:
         raise CkptlessError(f"job {job} has told of no steps yet: there is nothing to draw")
-    from ckptless.daemon.ckptctl.picture import draw_paces  # matplotlib: slow to load, and an extra
+    from ckptless.daemon.ckptctl.shared.picture import draw_paces  # matplotlib: slow to load, and an extra
 
     draw_paces(file, f"Steps of job {job}", paces)
     click.echo(f"wrote {file}", err=True)

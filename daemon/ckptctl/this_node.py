@@ -5,9 +5,9 @@ import time
 
 import click
 
-from ckptless.daemon.ckptctl import render
-from ckptless.daemon.ckptctl.ask import ask, sockets
-from ckptless.daemon.ckptctl.options import Asked, common, of_job
+from ckptless.daemon.ckptctl.shared import render
+from ckptless.daemon.ckptctl.shared.ask import ask, sockets
+from ckptless.daemon.ckptctl.shared.options import Asked, common, of_job
 from ckptless.daemon.protocol.errors import PeerError
 from ckptless.daemon.protocol.health import HealthReport, ProbeState, VerdictRecord, WhatIsWell
 from ckptless.daemon.protocol.keeping import KeptList, WhatIsKept

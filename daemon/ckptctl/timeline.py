@@ -8,8 +8,8 @@ from pathlib import Path
 import click
 import msgspec
 
-from ckptless.daemon.ckptctl import render, view
-from ckptless.daemon.ckptctl.options import Asked, as_png, of_job
+from ckptless.daemon.ckptctl.shared import render, view
+from ckptless.daemon.ckptctl.shared.options import Asked, as_png, of_job
 from ckptless.daemon.protocol.errors import CkptlessError
 from ckptless.daemon.protocol.records import PHASES, RecoveryRecord
 
@@ -89,7 +89,7 @@ def _show(recoveries: Sequence[RecoveryRecord], kinds: dict[str, str]) -> None:
 def _draw(file: Path, job: str, recoveries: Sequence[RecoveryRecord]) -> None:
     if not recoveries:
         raise CkptlessError(f"job {job} has had no recovery: there is nothing to draw")
-    from ckptless.daemon.ckptctl.picture import draw  # matplotlib: slow to load, and an extra
+    from ckptless.daemon.ckptctl.shared.picture import draw  # matplotlib: slow to load, and an extra
 
     draw(file, f"Recoveries of job {job}", recoveries)
     click.echo(f"wrote {file}", err=True)

@@ -21,7 +21,7 @@ from options import NODES, parse, parser
 from screen import Screen
 
 from ckptless.daemon.ckptctl.main import ckptctl
-from ckptless.daemon.ckptctl.view import total_s
+from ckptless.daemon.ckptctl.shared.view import total_s
 from ckptless.daemon.ledger.merge import read_all
 from ckptless.daemon.protocol.records import SlotRecord
 

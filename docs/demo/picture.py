@@ -9,7 +9,7 @@ from losses import Losses
 from matplotlib.axes import Axes
 from matplotlib.figure import Figure
 
-from ckptless.daemon.ckptctl.view import total_s
+from ckptless.daemon.ckptctl.shared.view import total_s
 
 RED, GREEN, BLUE, PALE, GREY, ORANGE = "#c0392b", "#1e8449", "#1f4e79", "#a9cfe8", "#b7c9d9", "#e59866"
 

@@ -24,7 +24,7 @@ from screen import Screen
 from slurm_cluster import PACKAGES, STATE_DIR, Cluster, ClusterError, cluster_up, missing
 from slurm_job import Job, JobError
 
-from ckptless.daemon.ckptctl.view import total_s
+from ckptless.daemon.ckptctl.shared.view import total_s
 
 ABOUT = "Cut the power of a node of a Slurm cluster, and show that the job goes on with the same bits."
 OF_THE_JOB = ("JobState=", "BatchHost=", "NumNodes=", "ExitCode=", " NodeList=", "Comment=")

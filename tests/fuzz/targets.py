@@ -34,7 +34,7 @@ from ckptless.daemon.agent.nccl import wire as nccl_wire
 from ckptless.daemon.agent.ranks import zygote_messages
 from ckptless.daemon.agent.ranks.link import Heard
 from ckptless.daemon.agent.versions import requeue_memory
-from ckptless.daemon.ckptctl import render
+from ckptless.daemon.ckptctl.shared import render
 from ckptless.daemon.ckptlessd.consensus import packing
 from ckptless.daemon.ckptlessd.service import _Heard as FromOutside
 from ckptless.daemon.ledger.store import Ledger

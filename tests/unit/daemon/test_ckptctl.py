@@ -20,8 +20,8 @@ from click.testing import CliRunner, Result
 from msgspec import structs
 
 from ckptless import __version__
-from ckptless.daemon.ckptctl import source
 from ckptless.daemon.ckptctl.main import ckptctl
+from ckptless.daemon.ckptctl.shared import source
 from ckptless.daemon.ckptctl.timeline import p99
 from ckptless.daemon.ledger.store import Ledger
 from ckptless.daemon.protocol.limits import size_text
@@ -623,7 +623,7 @@ def test_timeline_png_that_cannot_be_had(run: Run, tmp_path: Path, monkeypatch: 
     assert result.exit_code == 2
     assert "cannot be written" in result.stderr
     assert run("timeline", "-j", "6", "--png", str(tmp_path / "t.png")).exit_code == 1
-    monkeypatch.delitem(sys.modules, "ckptless.daemon.ckptctl.picture", raising=False)
+    monkeypatch.delitem(sys.modules, "ckptless.daemon.ckptctl.shared.picture", raising=False)
     monkeypatch.setitem(sys.modules, "matplotlib.figure", None)
     result = run("timeline", "--png", str(tmp_path / "t.png"))
     assert result.exit_code == 2

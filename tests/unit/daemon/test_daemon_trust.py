@@ -14,7 +14,7 @@ from pathlib import Path
 import pytest
 
 from ckptless.daemon.agent.daemon_link import DaemonLink
-from ckptless.daemon.ckptctl.ask import ask
+from ckptless.daemon.ckptctl.shared.ask import ask
 from ckptless.daemon.ckptlessd.unix_server import listen
 from ckptless.daemon.protocol import messages as m
 from ckptless.daemon.protocol.errors import PeerError

@@ -14,9 +14,9 @@ import click.testing
 import msgspec
 import pytest
 
-from ckptless.daemon.ckptctl import ask as ask_module
 from ckptless.daemon.ckptctl import evict as command_module
 from ckptless.daemon.ckptctl.main import ckptctl
+from ckptless.daemon.ckptctl.shared import ask as ask_module
 from ckptless.daemon.protocol.codec import CONTROL_LIMIT, Decoder, encode
 from ckptless.daemon.protocol.errors import PeerError
 from ckptless.daemon.protocol.messages import Denied

@@ -9,7 +9,7 @@ from click.testing import CliRunner, Result
 
 from ckptless.daemon.ckptctl.config_command import config
 from ckptless.daemon.ckptctl.main import _Group
-from ckptless.daemon.ckptctl.options import Asked, common
+from ckptless.daemon.ckptctl.shared.options import Asked, common
 from ckptless.daemon.settings.site import load_settings
 
 

@@ -14,8 +14,8 @@ from typing import TypeAlias
 import click
 from msgspec.structs import replace
 
-from ckptless.daemon.ckptctl.ask import ask
-from ckptless.daemon.ckptctl.options import Asked
+from ckptless.daemon.ckptctl.shared.ask import ask
+from ckptless.daemon.ckptctl.shared.options import Asked
 from ckptless.daemon.ledger.merge import Snapshot, merge, read_all
 from ckptless.daemon.ledger.paths import LEDGER, default_state_dir, ledger_files
 from ckptless.daemon.ledger.store import Ledger

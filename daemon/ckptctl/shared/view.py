@@ -7,9 +7,9 @@ from typing import NamedTuple
 
 import click
 
-from ckptless.daemon.ckptctl.ask import NoSuchJobError
-from ckptless.daemon.ckptctl.options import Asked
-from ckptless.daemon.ckptctl.source import LedgerSource, sources
+from ckptless.daemon.ckptctl.shared.ask import NoSuchJobError
+from ckptless.daemon.ckptctl.shared.options import Asked
+from ckptless.daemon.ckptctl.shared.source import LedgerSource, sources
 from ckptless.daemon.ckptlessd.planning.event_lines import returned_text
 from ckptless.daemon.ckptlessd.planning.faults import SECONDARY
 from ckptless.daemon.ledger.merge import Snapshot

@@ -7,8 +7,8 @@ from typing import Any, TypeVar
 
 import click
 
-from ckptless.daemon.ckptctl import render
-from ckptless.daemon.ckptctl.options import Asked
+from ckptless.daemon.ckptctl.shared import render
+from ckptless.daemon.ckptctl.shared.options import Asked
 from ckptless.daemon.protocol.codec import CONTROL_LIMIT, Decoder, encode
 from ckptless.daemon.protocol.errors import CkptlessError, PeerError, ProtocolError, UsageError
 from ckptless.daemon.protocol.health import HealthReport, WhatIsWell

@@ -1,0 +1,1 @@
+"""What the commands share: options, where they read, the job that was asked for, tables and pictures."""
