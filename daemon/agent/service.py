@@ -405,6 +405,8 @@ class Agent:
             if isinstance(message, FromTraining):
                 self._state.serve(slot, link, message)
             else:
+                if isinstance(message, m.Left):
+                    self._rank_processes.left(link)
                 self._core.advance(slot, message, asyncio.get_running_loop().time())
         self._settle()
 

@@ -9,6 +9,7 @@ from ckptless.daemon.ckptctl.config_command import config
 from ckptless.daemon.ckptctl.data import data
 from ckptless.daemon.ckptctl.events import events
 from ckptless.daemon.ckptctl.evict import evict, release
+from ckptless.daemon.ckptctl.goodput import goodput
 from ckptless.daemon.ckptctl.jobs import jobs
 from ckptless.daemon.ckptctl.owner import resize, save
 from ckptless.daemon.ckptctl.plan import plan
@@ -52,6 +53,7 @@ COMMANDS: dict[click.Command, dict[str, str]] = {
     events: {"events -f": "its story, as it goes"},
     stragglers: {"stragglers": "which ranks hold up the others"},
     timeline: {"timeline": "where the time of each recovery went"},
+    goodput: {"goodput --days 7": "where the time of all GPUs went, in a week"},
     evict: {"evict 4711 node02": "take a node out of a job, for a spare"},
     release: {"release 4711 node02": "give a node of it back to Slurm"},
     resize: {"resize 4711 --nodes 4": "train on fewer of its nodes, or on more"},

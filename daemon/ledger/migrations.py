@@ -9,7 +9,7 @@ from sqlalchemy import Connection, Engine
 from ckptless.daemon.ledger.models import METADATA
 from ckptless.daemon.protocol.errors import DamagedLedgerError, LedgerError, NewerLedgerError
 
-VERSION = 13
+VERSION = 14
 
 
 def migrate(engine: Engine) -> None:

@@ -62,6 +62,7 @@ from ckptless.daemon.protocol.model import Place as Place
 from ckptless.daemon.protocol.model import Replaced as Replaced
 from ckptless.daemon.protocol.model import Reuse as Reuse
 from ckptless.daemon.protocol.model import SlotState as SlotState
+from ckptless.daemon.protocol.model import Spent as Spent
 from ckptless.daemon.protocol.model import Still as Still
 from ckptless.daemon.protocol.model import Stillness as Stillness
 from ckptless.daemon.protocol.model import Tries as Tries
@@ -307,7 +308,7 @@ class Assigned(Message, frozen=True, kw_only=True):
     encrypt cached data with; it is empty where the agent does not know that yet. `former_shards`: another
     number of ranks has committed the step that is restored, and this is what each of them had tensors of;
     empty where it was this one. `cut`: see Assignment. `sizes`: the numbers of ranks that the job may have,
-    where it is elastic.
+    where it is elastic. `done_step`: see Assignment.
     """
 
     generation: Generation
@@ -324,6 +325,7 @@ class Assigned(Message, frozen=True, kw_only=True):
     cut: Generation = 1
     former_shards: Ranks = ()
     sizes: Ranks = ()
+    done_step: Step = 0
 
 
 class Left(Message, frozen=True, kw_only=True):

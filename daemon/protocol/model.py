@@ -263,13 +263,35 @@ class Pace(Value, frozen=True, kw_only=True):
     commit_s: Seconds
 
 
+class Spent(Value, frozen=True, kw_only=True):
+    """The seconds that a slot's processes have spent in steps since its agent began; each is in one field.
+
+    The first step of a generation is part of the start or of a recovery, and not here. `training_s`: steps
+    done for the first time, without what the next three have; `data_s`: waiting for batches; `commit_s`:
+    held up by commits; `checkpoint_s`: in `run.phase("checkpoint")`. `redone_s`: whole steps that had been
+    done before a fault. `since_s`: how long ago the newest of all was done.
+    """
+
+    training_s: Seconds = 0.0
+    data_s: Seconds = 0.0
+    commit_s: Seconds = 0.0
+    checkpoint_s: Seconds = 0.0
+    redone_s: Seconds = 0.0
+    since_s: Age = 0.0
+
+    @property
+    def total_s(self) -> float:
+        """Seconds of all steps."""
+        return self.training_s + self.data_s + self.commit_s + self.checkpoint_s + self.redone_s
+
+
 class SlotState(Value, frozen=True, kw_only=True):
     """A slot as its agent sees it. `generation` is the one that `phase` speaks of.
 
     `step` is the newest that is done; each `every`-th is committed, which takes `share` of the time.
     `stepped`: one was done in this generation, whatever became of the process since. `still`: it does
     not get on. `allowed_s`: by its script's word what it is at, instead of a step, may last so long yet
-    (None: nothing was said). `pace`: of its last steps.
+    (None: nothing was said). `pace`: of its last steps. `spent`: on all of them; None before the first.
     `exit_code` is negative for a signal. `hooked` tells whether the process speaks to the agent
     (`ckptless.run`), or is a plain script. `age_s`: how long ago that began.
     """
@@ -284,6 +306,7 @@ class SlotState(Value, frozen=True, kw_only=True):
     still: Still | None = None
     allowed_s: Seconds | None = None
     pace: Pace | None = None
+    spent: Spent | None = None
     loss: float | None = None
     every: Number | None = None
     share: Share | None = None
@@ -439,6 +462,7 @@ class Assignment(Clipped, Value, frozen=True, kw_only=True, dict=True, gc=True):
     may hold no rank any more) are the memory of the ladder. `flapping` are the slots of the generation before
     whose process was replaced too often.
     `origin`: what the first generation goes on from, for people.
+    `done_step`: the newest step that any rank had done before; those up to it are done again.
     `stock_roots`: an agent does not know this job's NCCL, which makes roots of its own from now on.
 
     The state is *cut* for a number of ranks: which rank has which part of it. `cut` is the generation that
@@ -469,6 +493,7 @@ class Assignment(Clipped, Value, frozen=True, kw_only=True, dict=True, gc=True):
     cut: Generation = 1
     former: Former | None = None
     wanted: Wish = Wish()
+    done_step: Step = 0
 
     @cached_property
     def ranks_by_node(self) -> dict[int, tuple[int, ...]]:

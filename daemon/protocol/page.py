@@ -15,6 +15,9 @@ rank's word: it is read with bounds, and nothing but where a rank stands follows
                                that each is to or from, plus 1
     STEPS_AT                   STEPS times, step n at n % STEPS: its number, and in seconds (doubles) how long
                                it took, and of that waited for others, for data, and was committed
+    SPENT_AT                   when the newest step was done (CLOCK_MONOTONIC), and in seconds (doubles) what
+                               the steps of this process took that were done for the first time; of that,
+                               waited for data, for commits, in checkpoints; and what was done again
 
 Step and collective counters only grow within a generation, whose begin makes all groups anew.
 """
@@ -25,7 +28,7 @@ from dataclasses import dataclass
 
 from ckptless.daemon.protocol.limits import MOST_GROUPS, MOST_RANKS
 
-VERSION = 1
+VERSION = 2
 STEP, PHASE, UNTIL, WAITS, GROUPS_USED = range(1, 6)
 NAME_AT, NAME_WORDS = 8, 8
 GROUPS_AT, GROUPS, GROUP_WORDS = 16, MOST_GROUPS, 20
@@ -34,7 +37,8 @@ STEPS_AT, STEPS, STEP_WORDS = GROUPS_AT + GROUPS * GROUP_WORDS, 64, 5
 ONE_STEP = struct.Struct("=q4d")
 # What moves where the rank gets on: all but the steps, of which the newest moves with STEP.
 MOVING_NBYTES = STEPS_AT * 8
-WORDS = STEPS_AT + STEPS * STEP_WORDS
+SPENT_AT, SPENT = STEPS_AT + STEPS * STEP_WORDS, struct.Struct("=6d")
+WORDS = SPENT_AT + SPENT.size // 8
 # Whole pages; the stacks that a signal has written (see STACKS_SIGNAL) come after them.
 NBYTES = -(-WORDS * 8 // mmap.PAGESIZE) * mmap.PAGESIZE
 
@@ -159,6 +163,15 @@ class PageReader:
             if there == number and took_s:
                 found.append(Stepped(number, took_s, waited_s, data_s, commit_s))
         return found
+
+    def spent(self) -> tuple[float, tuple[float, ...]]:
+        """Return when the newest step was done, 0 for none; and seconds, in the order of `Spent`'s fields."""
+        words = SPENT.unpack_from(self._map, 8 * SPENT_AT)
+        at_s, took_s, data_s, commit_s, checkpoint_s, redone_s = (
+            s if 0 <= s < MOST_S else 0.0 for s in words
+        )
+        training_s = max(0.0, took_s - data_s - commit_s - checkpoint_s)
+        return at_s, (training_s, data_s, commit_s, checkpoint_s, redone_s)
 
     def _count(self, at: int, most: int = MOST_COUNTED) -> int:
         return max(0, min(self._words[at], most))

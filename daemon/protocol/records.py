@@ -35,7 +35,7 @@ from ckptless.daemon.protocol.limits import (
     Word,
     one_line,
 )
-from ckptless.daemon.protocol.model import Pace, RingState
+from ckptless.daemon.protocol.model import Pace, RingState, Spent
 
 JobState: TypeAlias = Literal["forming", "running", "recovering", "done", "failed", "stopped"]
 NodeState: TypeAlias = Literal["up", "daemon-away", "lost"]
@@ -91,7 +91,7 @@ class SlotRecord(Struct, frozen=True, kw_only=True, tag="slot", forbid_unknown_f
 
     `rank` is None for a spare; `phase` is the agent's word (see `messages.Phase`). Each `every`-th step is
     committed, which takes `share` of its rank's time; None where that is not known. `pace`: of its rank's
-    last steps.
+    last steps, `spent`: on all of them.
     """
 
     job: JobName
@@ -107,6 +107,7 @@ class SlotRecord(Struct, frozen=True, kw_only=True, tag="slot", forbid_unknown_f
     every: Number | None = None
     share: Share | None = None
     pace: Pace | None = None
+    spent: Spent | None = None
 
 
 class HoldingRecord(Struct, frozen=True, kw_only=True, tag="holding", forbid_unknown_fields=True):
@@ -131,7 +132,7 @@ class GenerationRecord(Struct, frozen=True, kw_only=True, tag="generation", forb
     """One agreed assignment of ranks to slots. Key: job, generation.
 
     `places[rank]` is (node, slot). `restore_step` is None where every rank builds anew. `faults` are the
-    ids of the faults that this generation answers.
+    ids of the faults that this generation answers. `trains_s`: since when every rank has made a step in it.
     """
 
     job: JobName
@@ -142,6 +143,7 @@ class GenerationRecord(Struct, frozen=True, kw_only=True, tag="generation", forb
     faults: Annotated[tuple[Name, ...], OF_RANKS]
     leader: NodeOrNone
     agreed_s: Age
+    trains_s: Age | None = None
 
 
 class FaultRecord(Clipped, Struct, frozen=True, kw_only=True, tag="fault", forbid_unknown_fields=True):

@@ -17,6 +17,8 @@ MESSAGES = p.GROUPS_AT
 # A day: who needs longer has another mistake. And what nobody has to say of a compilation.
 MOST_S, COMPILE_S = 86400.0, 3600.0
 FIRST_STEPS = 3
+# The name of a phase of the script's own whose time is accounted for by itself.
+CHECKPOINT = "checkpoint"
 _STEP_AND_PHASE = struct.Struct("=2q")
 _NUMBERS = {name: number for number, name in enumerate(p.OPERATIONS)}
 
@@ -44,6 +46,9 @@ class Page:
         # own C++ waits for, and for data; when it began, and which it is of its generation.
         self._waited_s = self._data_s = self._tail_began_s = self._tail_s = self._began_s = 0.0
         self._steps = 0
+        # Of all steps of this process, see `page.SPENT_AT`; and of the present one, what was a checkpoint's.
+        self._took_s = self._all_data_s = self._commit_s = self._checkpoints_s = self._again_s = 0.0
+        self._checkpoint_s = 0.0
         self._compiling = (p.COMPUTE, 0)
         # One object: by it they are found again.
         self.compile_hooks = self.compiles, self.compiled
@@ -111,7 +116,7 @@ class Page:
         """Be in a phase of the script's own, which may take so long. Raises UsageError."""
         if not 0 < up_to_s <= MOST_S:
             raise UsageError(f'run.phase("{name}", up_to={up_to_s!r}): up_to is to be 0 to {MOST_S:.0f} s')
-        words = self.words
+        words, began = self.words, time.monotonic()
         before = words[p.PHASE], words[p.UNTIL], self._map[8 * p.NAME_AT : 8 * (p.NAME_AT + p.NAME_WORDS)]
         self._write(p.NAME_AT, p.NAME_WORDS, name)
         # Of one phase within another, the later end counts.
@@ -123,6 +128,8 @@ class Page:
             self._map[8 * p.NAME_AT : 8 * (p.NAME_AT + p.NAME_WORDS)] = before[2]
             words[p.UNTIL] = before[1]
             self.enter(before[0])
+            if name == CHECKPOINT:
+                self._checkpoint_s += time.monotonic() - began
 
     def compiles(self) -> None:
         """A compilation begins, which may take its time."""
@@ -159,15 +166,41 @@ class Page:
         """The script has waited so long for a batch."""
         self._data_s += seconds
 
-    def stepped(self, step: int, now_s: float, commit_s: float) -> None:
-        """A step is done at this time, which held the script up for so long for its commit."""
+    def stepped(self, step: int, now_s: float, commit_s: float, *, again: bool = False) -> None:
+        """A step is done at this time, which held the script up for so long for its commit.
+
+        `again`: it had been done before a fault.
+        """
         # The first steps make what is made lazily.
         self._steps += 1
-        took_s = now_s - self._began_s if self._steps > FIRST_STEPS else 0.0
-        at = 8 * (p.STEPS_AT + step % p.STEPS * p.STEP_WORDS)
+        took_s = now_s - self._began_s
+        data_s = self._data_s
         p.ONE_STEP.pack_into(
-            self._map, at, step, took_s, self._waited_s + self._tail_s, self._data_s, commit_s
+            self._map,
+            8 * (p.STEPS_AT + step % p.STEPS * p.STEP_WORDS),
+            step,
+            took_s if self._steps > FIRST_STEPS else 0.0,
+            self._waited_s + self._tail_s,
+            data_s,
+            commit_s,
+        )
+        if again and self._steps > 1:
+            self._again_s += took_s
+        elif self._steps > 1:
+            self._took_s += took_s
+            self._all_data_s += data_s
+            self._commit_s += commit_s
+            self._checkpoints_s += self._checkpoint_s
+        p.SPENT.pack_into(
+            self._map,
+            8 * p.SPENT_AT,
+            now_s,
+            self._took_s,
+            self._all_data_s,
+            self._commit_s,
+            self._checkpoints_s,
+            self._again_s,
         )
         _STEP_AND_PHASE.pack_into(self._map, 8 * p.STEP, step, p.COMPUTE)
         self._began_s = now_s
-        self._waited_s = self._data_s = self._tail_s = 0.0
+        self._waited_s = self._data_s = self._tail_s = self._checkpoint_s = 0.0

@@ -48,6 +48,11 @@ class StandaloneRun:
         return exact_steps(self._exact_steps)
 
     @property
+    def redone(self) -> bool:
+        """See Run: nothing is done again."""
+        return False
+
+    @property
     def epoch(self) -> int:
         """See Run."""
         return self._cursor.position.epoch

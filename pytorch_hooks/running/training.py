@@ -265,6 +265,11 @@ class Run:
         return self._has_state
 
     @property
+    def redone(self) -> bool:
+        """Whether the step that comes next had been done before a fault, though not by all: for logs."""
+        return self._step < self._assigned.done_step
+
+    @property
     def policy(self) -> Mapping[str, Any]:
         """What the file of --elastic-policy has for the present number of nodes, to be read; else empty."""
         part = self._assigned
@@ -694,7 +699,7 @@ class Run:
             self._pass(step, loss)
         ended = time.monotonic()
         self._cadence.meter.leave(ended, committed=due)
-        self._page.stepped(step, ended, ended - began)
+        self._page.stepped(step, ended, ended - began, again=step <= self._assigned.done_step)
         if due:
             self._cadence.committed(step)
         if self._aftermath and step > (self._assigned.restore_step or 0):

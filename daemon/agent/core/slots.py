@@ -1,8 +1,12 @@
 """The slots of a node and the training processes in them, as its agent knows them. Times in seconds."""
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 
-from ckptless.daemon.protocol.messages import Cause, Pace, Phase, Reuse, SlotState, Still
+from msgspec.structs import replace
+
+from ckptless.daemon.protocol.messages import Cause, Pace, Phase, Reuse, SlotState, Spent, Still
+from ckptless.daemon.protocol.page import MOST_S
 
 
 @dataclass(eq=False)
@@ -55,6 +59,9 @@ class Slot:
     # Until when what it is at may last, by its script's word.
     until: float | None = None
     pace: Pace | None = None
+    # Of all processes that were in it, and when the newest step was done.
+    spent: Spent | None = None
+    done_at: float = 0.0
 
     @property
     def living(self) -> Occupant | None:
@@ -72,6 +79,17 @@ class Slot:
     def blame(self, cause: Cause, now: float) -> None:
         """Note that something is wrong with the process; its phase stays."""
         self.cause, self.since = cause, now
+
+    def spend(self, parts: Sequence[float], done_at: float) -> None:
+        """Note what steps have taken since the last call, as `Spent` has it, and when the newest was done."""
+        before = self.spent or Spent()
+        # Within what goes over the wire, whatever a rank writes.
+        told = (before.training_s, before.data_s, before.commit_s, before.checkpoint_s, before.redone_s)
+        sums = [min(MOST_S, one + more) for one, more in zip(told, parts, strict=True)]
+        self.spent = Spent(
+            training_s=sums[0], data_s=sums[1], commit_s=sums[2], checkpoint_s=sums[3], redone_s=sums[4]
+        )
+        self.done_at = max(self.done_at, done_at)
 
     def stands(self, still: Still | None, until: float | None) -> bool:
         """Note how its process stands still, if it does, and until when it may. Whether that is news."""
@@ -94,6 +112,7 @@ class Slot:
             still=self.still,
             allowed_s=max(0.0, self.until - now) if self.until is not None else None,
             pace=self.pace,
+            spent=replace(self.spent, since_s=now - self.done_at) if self.spent is not None else None,
             loss=self.loss,
             every=self.every,
             share=self.share,

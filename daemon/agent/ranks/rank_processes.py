@@ -50,6 +50,7 @@ class RankProcess:
     """A training process that has not ended yet, and its connection once it has said Hello."""
 
     birth: int
+    slot: int
     process: Process
     output: RankOutput
     scratch: Path | None
@@ -142,7 +143,9 @@ class RankProcesses:
                 link.close()
             self._fail(order, f"its log cannot be opened: {error}", spec)
             return
-        one = self._running[order.birth] = RankProcess(order.birth, process, printed, spec.scratch)
+        one = self._running[order.birth] = RankProcess(
+            order.birth, order.slot, process, printed, spec.scratch
+        )
         self._spawn_task(self._wait(one), self._ends)
         self._core.born(order.slot, order.birth, process.pid, asyncio.get_running_loop().time())
         if (link := self._early.pop(process.pid, None)) is not None:
@@ -212,6 +215,12 @@ class RankProcesses:
             return None
         return self._core.heard(one.birth, asyncio.get_running_loop().time())
 
+    def left(self, link: RankLink) -> None:
+        """A process is out of its training function: what it has done is looked at before it is told of."""
+        for one in self._running.values():
+            if one.link is link and one.page is not None:
+                one.page.count(self._core.slots[one.slot], own=self._core.occupied(one.birth) is not None)
+
     def send(self, birth: int, message: m.ToRank) -> None:
         """Send a message to a process, if it still runs."""
         one = self._running.get(birth)
@@ -228,6 +237,8 @@ class RankProcesses:
         if one.link is not None:
             one.link.close()
         if one.page is not None:
+            own = self._core.occupied(one.birth) is not None
+            one.page.count(self._core.slots[one.slot], own=own)
             one.page.close()
         how = describe_exit(code)
         if self._core.occupied(one.birth) is not None:
@@ -291,6 +302,7 @@ class RankProcesses:
                 slot = self._core.occupied(one.birth)
                 if one.page is None or one.page.closed or slot is None:
                     continue
+                one.page.count(slot, own=True)
                 now = asyncio.get_running_loop().time()
                 still, until = self._standing.look(one.page, slot, one.process.pid, now)
                 if still is not None and still.call is None and one.page.watched.at is None:

@@ -40,6 +40,8 @@ class Page:
     generation: int = 0
     # Those of which no pace is told yet.
     steps: list[p.Stepped] = field(default_factory=list)
+    # What the slot has been told that steps took.
+    spent: tuple[float, ...] = (0.0,) * 5
     stacks_at: int = p.NBYTES
     closed: bool = False
 
@@ -55,6 +57,18 @@ class Page:
         except OSError:
             os.close(fd)
             raise
+
+    def count(self, slot: Slot, *, own: bool) -> None:
+        """Tell the slot what steps took since the last time; the newest, too, if it is still its `own`."""
+        if not self.reader.taken:
+            return
+        done_at, spent = self.reader.spent()
+        if spent != self.spent:
+            slot.spend([max(0.0, one - told) for one, told in zip(spent, self.spent, strict=True)], done_at)
+            self.spent = spent
+        if own and slot.phase == "restored" and self.reader.step > (slot.step or 0):
+            # Of those that are not committed the rank tells only now and then.
+            slot.step = self.reader.step
 
     def new_stacks(self) -> str:
         """Return what a signal has had the process write since the last time."""

@@ -92,6 +92,7 @@ class StateService:
             cut=assignment.cut,
             former_shards=assignment.former.shards if assignment.former is not None else (),
             sizes=self.sizes,
+            done_step=assignment.done_step,
         )
 
     # ----------------------------------------------------------------------------------- commits

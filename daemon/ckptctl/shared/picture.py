@@ -3,6 +3,7 @@
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 
+from ckptless.daemon.ckptlessd.planning.goodput import CLASSES, Account
 from ckptless.daemon.protocol.errors import UsageError
 from ckptless.daemon.protocol.model import Pace
 from ckptless.daemon.protocol.records import PHASES, RecoveryRecord
@@ -39,20 +40,37 @@ def draw_paces(file: Path, title: str, paces: Mapping[int, Pace]) -> None:
     _bars(file, title, [str(rank) for rank in ranks], parts, axes)
 
 
+def draw_accounts(file: Path, found: Mapping[str, Account]) -> None:
+    """Write a PNG of where the time of the last 60 jobs' slots went, in percent; raises as `draw`."""
+    jobs = [*found][-_MOST:]
+    shares = {
+        name: [100 * found[job].seconds[name] / (found[job].total_s or 1.0) for job in jobs]
+        for name in CLASSES
+        if any(found[job].seconds[name] for job in jobs)
+    }
+    axes = "percent of the time of all slots", "job"
+    _bars(file, "Where the time went", jobs, shares, axes, (1, "%"))
+
+
 def _bars(
-    file: Path, title: str, names: Sequence[str], parts: Mapping[str, Sequence[float]], axes: tuple[str, str]
+    file: Path,
+    title: str,
+    names: Sequence[str],
+    parts: Mapping[str, Sequence[float]],
+    axes: tuple[str, str],
+    unit: tuple[float, str] = (1000, "ms"),
 ) -> None:
-    """Write a PNG of one bar for each name, made of these parts, in seconds. Raises UsageError."""
+    """Write a PNG of one bar for each name, made of these parts, times the unit's number. UsageError."""
     figure = Figure(figsize=(9, 1.6 + 0.4 * len(names)), layout="constrained")
     plot = figure.add_subplot()
     rows = range(len(names))
     left = [0.0] * len(names)
     for colour, (part, seconds) in enumerate(parts.items()):
-        widths = [1000 * one for one in seconds]
-        plot.barh(rows, widths, left=left, height=0.6, label=part, color=colormaps["tab10"](colour))
+        widths = [unit[0] * one for one in seconds]
+        plot.barh(rows, widths, left=left, height=0.6, label=part, color=colormaps["tab20"](colour))
         left = [start + width for start, width in zip(left, widths, strict=True)]
     for row, end in enumerate(left):
-        plot.text(end, row, f" {end:.0f} ms", va="center", fontsize="small")
+        plot.text(end, row, f" {end:.0f} {unit[1]}", va="center", fontsize="small")
     plot.set_yticks(rows, names, parse_math=False)
     plot.invert_yaxis()
     plot.margins(x=0.12)
@@ -61,7 +79,7 @@ def _bars(
     plot.set_ylabel(axes[1])
     plot.set_title(title, parse_math=False)
     plot.spines[["top", "right"]].set_visible(False)
-    figure.legend(loc="outside lower center", ncols=len(parts), frameon=False, fontsize="small")
+    figure.legend(loc="outside lower center", ncols=min(len(parts), 7), frameon=False, fontsize="small")
     try:
         figure.savefig(file, format="png", dpi=120)
     except OSError as error:

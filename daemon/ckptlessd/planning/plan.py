@@ -170,6 +170,7 @@ def next_assignment(now: Situation) -> Assignment:
         cut=now.current.cut if same else generation if former or sources.step is None else sources.cut,
         former=former,
         wanted=now.wanted if followed else now.current.wanted,
+        done_step=max(now.progress, now.current.done_step) if sources.step is not None else 0,
         renew=tuple(sorted(answers.renew & set(places))),
         rung=answers.rung,
         faults=tuple(fault.id for fault in now.causes),

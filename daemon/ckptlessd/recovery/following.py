@@ -202,6 +202,6 @@ def _but_for_steps(state: m.AgentState) -> m.AgentState:
     """Return the part of an agent's state that the leader has to hear of at once: all but steps."""
     if state.frozen is not None:
         return state
-    blank = {"step": None, "loss": None, "every": None, "share": None, "age_s": 0.0}
+    blank = {"step": None, "loss": None, "every": None, "share": None, "spent": None, "age_s": 0.0}
     slots = tuple(structs.replace(slot, **blank) for slot in state.slots)
     return structs.replace(state, seq=0, slots=slots, copies=None)

@@ -23,6 +23,7 @@ class RecoveryLog:
     _cut: Timeline | None = None
     # What the job's output is still to hear of ranks that were ended by SIGTERM.
     _ended_so: list[str] = field(default_factory=list)
+    _agreed_s: float = 0.0
 
     @property
     def faults(self) -> Sequence[Fault]:
@@ -85,6 +86,7 @@ class RecoveryLog:
         """There is a new generation."""
         job = self.job
         self.mark("agree", now)
+        self._agreed_s = now
         job.share(ledger_rows.generation(assignment, now))
         if self._timeline is not None:
             job.share(ledger_rows.recovery(assignment, self._timeline, None))
@@ -98,6 +100,7 @@ class RecoveryLog:
     def recovered(self, assignment: m.Assignment, now: float) -> None:
         """Every rank has made its first step."""
         self.mark("first step", now)
+        self.job.share(ledger_rows.generation(assignment, self._agreed_s, now))
         if self._timeline is not None:
             self.job.share(ledger_rows.recovery(assignment, self._timeline, "recovered"))
             took_s = self._timeline.total_s(now)

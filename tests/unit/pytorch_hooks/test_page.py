@@ -15,6 +15,7 @@ import torch._dynamo
 
 from ckptless.daemon.agent.core.slots import Slot
 from ckptless.daemon.agent.core.stillness import pace_of, waits_in
+from ckptless.daemon.agent.ranks.standing import Page as AgentPage
 from ckptless.daemon.protocol import messages as m
 from ckptless.daemon.protocol import page as p
 from ckptless.daemon.protocol.codec import CONTROL_LIMIT, Decoder, encode
@@ -178,6 +179,63 @@ def test_torch_says_when_it_compiles(page: Page) -> None:
     assert (page.words[p.PHASE], page.words[p.UNTIL]) == (p.DATA, 0)
 
 
+def test_the_time_of_all_steps_is_kept_by_what_it_was_for(page: Page, reader: p.PageReader) -> None:
+    assert reader.spent() == (0.0, (0.0,) * 5)
+    page.begin(7)
+    # The first of a generation is the recovery's, or the start's.
+    page.waited_for_data(0.5)
+    page.stepped(8, 10.0, 0.25)
+    assert reader.spent() == (10.0, (0.0,) * 5)
+    page.waited_for_data(0.5)
+    page.stepped(9, 14.0, 0.25)
+    assert reader.spent() == (14.0, (3.25, 0.5, 0.25, 0.0, 0.0))
+    # After a fault: again the first, one that had been done, and one that is new.
+    page.begin(8)
+    page.stepped(9, 20.0, 0.25, again=True)
+    page.waited_for_data(0.5)
+    page.stepped(10, 22.0, 0.25, again=True)
+    page.stepped(11, 23.0, 0.0)
+    assert reader.spent() == (23.0, (4.25, 0.5, 0.25, 0.0, 2.0))
+    with page.phase("checkpoint", 60), page.phase("checkpoint", 60):
+        time.sleep(0.01)
+    with page.phase("evaluation", 60):
+        time.sleep(0.01)
+    page.stepped(12, 24.0, 0.0)
+    _, (training_s, *_, checkpoint_s, redone_s) = reader.spent()
+    assert training_s + checkpoint_s == pytest.approx(5.25)
+    assert 0.01 <= checkpoint_s < 0.5
+    assert redone_s == 2.0
+
+
+def test_a_slot_adds_up_what_its_processes_have_spent(fd: int) -> None:
+    slot = Slot(0)
+    assert slot.told(5.0).spent is None
+    for process in range(3):
+        agents = AgentPage.make(0.0)
+        mine = Page(os.dup(agents.fd))
+        mine.renew_groups()
+        mine.begin(4)
+        slot.enter("restored", 1, 0.0)
+        slot.step = 4
+        for step in range(1, 4):
+            mine.stepped(4 + step, 100.0 * process + step, 0.25)
+            agents.count(slot, own=step < 3)
+            # Of a process that is not the slot's any more no step counts.
+            assert slot.step == 4 + min(step, 2)
+        agents.close()
+    told = slot.told(210.0).spent
+    assert told == m.Spent(training_s=3 * 1.5, commit_s=3 * 0.5, since_s=210.0 - 203.0)
+    assert told.total_s == 6.0
+
+
+def test_a_rank_that_lies_about_its_time_is_believed_within_limits() -> None:
+    slot = Slot(0)
+    for _ in range(30):
+        slot.spend([p.MOST_S] * 5, 1e9)
+    state = m.AgentState(seq=1, slots=(slot.told(0.0),))
+    assert Decoder(m.AgentState, CONTROL_LIMIT).feed(encode(state)) == [state]
+
+
 def test_garbage_is_read_within_bounds(fd: int, reader: p.PageReader) -> None:
     for seed in range(2000):
         draw = random.Random(seed)
@@ -199,8 +257,10 @@ def test_garbage_is_read_within_bounds(fd: int, reader: p.PageReader) -> None:
             queued=tuple((group.name, group.queued) for group in reader.groups()),
         )
         steps = reader.steps_after(draw.randint(-1, 5))
+        done_at, spent = reader.spent()
         one = Slot(0, phase="restored", generation=1, pace=pace_of(steps) if steps else None)
         one.stands(still, reader.until)
+        one.spend(spent, done_at)
         slot = one.told(0.0)
         # What an agent makes of it, its daemon takes.
         state = m.AgentState(seq=1, slots=(slot,))
