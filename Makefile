@@ -125,7 +125,7 @@ lint: $(STAMP)
 
 types: $(STAMP)
 	$(BIN)/mypy
-	$(BIN)/mypy docs/options.py
+	$(BIN)/mypy docs/options.py docs/events.py
 	$(BIN)/mypy docs/demo
 
 imports: $(STAMP)
@@ -185,6 +185,11 @@ format: $(STAMP)
 .PHONY: options
 options: $(STAMP)
 	$(BIN)/python docs/options.py
+
+# docs/events.md, of the table in daemon/ledger/event_kinds.py.
+.PHONY: events
+events: $(STAMP)
+	$(BIN)/python docs/events.py
 
 clean:
 	rm -rf build dist out .mypy_cache .ruff_cache .pytest_cache .import_linter_cache .hypothesis

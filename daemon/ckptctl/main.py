@@ -9,6 +9,7 @@ from ckptless.daemon.ckptctl.config_command import config
 from ckptless.daemon.ckptctl.data import data
 from ckptless.daemon.ckptctl.events import events
 from ckptless.daemon.ckptctl.evict import evict, release
+from ckptless.daemon.ckptctl.explain import explain
 from ckptless.daemon.ckptctl.goodput import goodput
 from ckptless.daemon.ckptctl.jobs import jobs
 from ckptless.daemon.ckptctl.owner import resize, save
@@ -51,6 +52,7 @@ COMMANDS: dict[click.Command, dict[str, str]] = {
     replicas: {"replicas": "who holds what of its state"},
     data: {"data": "its batches, and whether ranks wait for them"},
     events: {"events -f": "its story, as it goes"},
+    explain: {"explain": "why it waits, what happened to it, and what to do"},
     stragglers: {"stragglers": "which ranks hold up the others"},
     timeline: {"timeline": "where the time of each recovery went"},
     goodput: {"goodput --days 7": "where the time of all GPUs went, in a week"},

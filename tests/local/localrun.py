@@ -21,6 +21,7 @@ from pathlib import Path
 from types import TracebackType
 from typing import Any, Self
 
+from ckptless.daemon.ledger.event_kinds import KINDS
 from ckptless.daemon.ledger.merge import Snapshot, read_all
 
 HERE = Path(__file__).parent
@@ -103,6 +104,10 @@ class Job:
             self.launcher.poll()
             time.sleep(POLL_S)
         self.launcher.wait(LEAVE_DEADLINE_S)
+        if kind is None:
+            # What people are told of stands in docs/events.md.
+            unknown = {event.kind for event in self.ledger().events} - KINDS.keys()
+            assert not unknown, f"daemon/ledger/event_kinds.py does not have {sorted(unknown)}"
 
     # ------------------------------------------------------------------------------- what it says
 
