@@ -20,6 +20,7 @@ from ckptless.daemon.ckptctl.status import status
 from ckptless.daemon.ckptctl.stragglers import stragglers
 from ckptless.daemon.ckptctl.this_node import health, kept
 from ckptless.daemon.ckptctl.timeline import timeline
+from ckptless.daemon.ckptctl.top import top
 from ckptless.daemon.protocol.errors import CkptlessError
 
 _EPILOG = """
@@ -49,6 +50,7 @@ class _Group(click.Group):
 COMMANDS: dict[click.Command, dict[str, str]] = {
     jobs: {"jobs": "all jobs"},
     status: {"status": "the newest job, down to every slot", "status 4711": "another one"},
+    top: {"top": "as it goes: nodes with trouble first"},
     replicas: {"replicas": "who holds what of its state"},
     data: {"data": "its batches, and whether ranks wait for them"},
     events: {"events -f": "its story, as it goes"},
