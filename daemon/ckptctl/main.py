@@ -12,6 +12,7 @@ from ckptless.daemon.ckptctl.evict import evict, release
 from ckptless.daemon.ckptctl.explain import explain
 from ckptless.daemon.ckptctl.goodput import goodput
 from ckptless.daemon.ckptctl.jobs import jobs
+from ckptless.daemon.ckptctl.ledger import ledger
 from ckptless.daemon.ckptctl.owner import resize, save
 from ckptless.daemon.ckptctl.plan import plan
 from ckptless.daemon.ckptctl.replicas import replicas
@@ -65,6 +66,7 @@ COMMANDS: dict[click.Command, dict[str, str]] = {
     health: {"health": "how this node is, and what says so"},
     kept: {"kept": "memory that is kept here for jobs that start again"},
     plan: {"plan --gpus 64 --params 70e9": "memory and traffic of a job"},
+    ledger: {"ledger export 4711": "all that is recorded of it, as JSON lines"},
     config: {},
 }
 _EXAMPLES = "\n".join(

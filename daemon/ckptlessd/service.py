@@ -179,7 +179,7 @@ class Service:
 
     async def _prune(self) -> None:
         try:
-            await self.ledger.prune(self.now())
+            await self.ledger.prune(self.now(), self.retention)
         except LedgerError as error:
             logger.warning("nothing of older jobs could be removed: %s", error)
 

@@ -15,6 +15,8 @@ from ckptless.daemon.protocol.errors import LedgerError
 MODE = 0o600
 _BUSY_S = 5.0
 _BUSY_POLL_S = 0.01
+# A write-ahead log that was larger once is cut to this.
+_LOG_NBYTES = 16 << 20
 
 
 def writing_engine(path: Path) -> Engine:
@@ -28,7 +30,10 @@ def writing_engine(path: Path) -> Engine:
         _close_to_others(path)
         connection = _connect(path.absolute().as_uri() + "?mode=rwc")
         try:
+            # Of a new file, which then gives back what is free when it is asked to.
+            connection.execute("PRAGMA auto_vacuum = INCREMENTAL")
             _enter_wal(connection)
+            connection.execute(f"PRAGMA journal_size_limit = {_LOG_NBYTES:d}")
             connection.execute("PRAGMA synchronous = NORMAL")
         except BaseException:
             connection.close()
@@ -84,10 +89,34 @@ def durable(connection: Connection, *, full: bool) -> None:
 
     NORMAL survives any death of the process, FULL also that of the node, for one more fsync.
     """
+    _raw(connection).execute(f"PRAGMA synchronous = {'FULL' if full else 'NORMAL'}")
+
+
+def used_nbytes(connection: Connection) -> int:
+    """Return the bytes of a ledger's pages that are not free."""
+    pages, free, nbytes = (
+        int(_raw(connection).execute(f"PRAGMA {name}").fetchone()[0])
+        for name in ("page_count", "freelist_count", "page_size")
+    )
+    return (pages - free) * nbytes
+
+
+def give_back(connection: Connection, pages: int, times: int) -> None:
+    """Give free pages back to the file system: so many in each of so many transactions, or all there are."""
+    raw = _raw(connection)
+    for _ in range(times):
+        if not raw.execute("PRAGMA freelist_count").fetchone()[0]:
+            return
+        # It takes a step for each page, and has no columns: `execute` makes one step of it.
+        raw.executescript(f"PRAGMA incremental_vacuum({pages:d})")
+
+
+def _raw(connection: Connection) -> sqlite3.Connection:
+    """Return SQLite's own connection, on which a statement is a transaction by itself."""
     raw = connection.connection.driver_connection
     if not isinstance(raw, sqlite3.Connection):
         raise TypeError("a ledger's connection is SQLite's")
-    raw.execute(f"PRAGMA synchronous = {'FULL' if full else 'NORMAL'}")
+    return raw
 
 
 def _connect(uri: str) -> sqlite3.Connection:

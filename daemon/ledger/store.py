@@ -31,7 +31,7 @@ from sqlalchemy.exc import SQLAlchemyError, StatementError
 
 from ckptless.daemon.ledger import models
 from ckptless.daemon.ledger.engine import durable as durable_commit
-from ckptless.daemon.ledger.engine import reading_engine, writing_engine
+from ckptless.daemon.ledger.engine import give_back, reading_engine, used_nbytes, writing_engine
 from ckptless.daemon.ledger.migrations import migrate, require_current
 from ckptless.daemon.ledger.precedence import ENDED, KEYS
 from ckptless.daemon.protocol.errors import BadRowError, DamagedLedgerError, LedgerError
@@ -54,8 +54,24 @@ R = TypeVar("R", bound=Record)
 _DAMAGED = (sqlite3.SQLITE_CORRUPT, sqlite3.SQLITE_NOTADB, sqlite3.SQLITE_ERROR)
 _BAD_ROW = (sqlite3.SQLITE_CONSTRAINT, sqlite3.SQLITE_MISMATCH, sqlite3.SQLITE_TOOBIG)
 
-# So long after a job's end nobody asks any more what was promised in it; nor how it went.
-VOTE_S, HISTORY_S = 60.0, 90 * 86400.0
+# So long after a job's end nobody asks any more what was promised in it.
+VOTE_S = 60.0
+# A vote may wait for it: so many jobs are removed for want of room in one call, and so many pages given back
+# to the file system, so often.
+MOST_REMOVED, VACUUM_PAGES, VACUUMS = 100, 1024, 64
+
+
+class Retention(NamedTuple):
+    """How long what is recorded of jobs that are over is kept (s), and how large the file may be (bytes).
+
+    Where it would be larger, those that were over first go before their time.
+    """
+
+    keep_s: float = 90 * 86400.0
+    most_nbytes: int = 1 << 30
+
+
+RETENTION = Retention()
 
 # Lost with the node's power, these could let two worlds come to be, or the rows of a recovery lose its end.
 _DECISIONS = (GenerationRecord, FaultRecord, RecoveryRecord)
@@ -138,14 +154,18 @@ class Ledger:
 
     def vote(self, job: str) -> tuple[str, Durable] | None:
         """Return what `save_vote` kept last, (identity, durable), to the bit."""
-        table = models.votes
         with self._reading() as connection:
-            row = connection.execute(select(table).where(table.c.job == job)).one_or_none()
-            if row is None:
-                return None
-            if row.digest != _digest(job, row.identity, row.state):
-                raise DamagedLedgerError(f"the vote of job {job} is not as it was written")
-            return row.identity, msgspec.json.decode(row.state, type=Durable)
+            return self._vote(connection, job)
+
+    @staticmethod
+    def _vote(connection: Connection, job: str) -> tuple[str, Durable] | None:
+        table = models.votes
+        row = connection.execute(select(table).where(table.c.job == job)).one_or_none()
+        if row is None:
+            return None
+        if row.digest != _digest(job, row.identity, row.state):
+            raise DamagedLedgerError(f"the vote of job {job} is not as it was written")
+        return row.identity, msgspec.json.decode(row.state, type=Durable)
 
     def save_verdict(self, boot: str, record: VerdictRecord) -> None:
         """Keep what was found of this node's health; the same verdict again replaces it."""
@@ -189,18 +209,56 @@ class Ledger:
             connection.execute(owners.insert().values(job=job, **owner._asdict()))
         return known
 
-    def prune(self, now_s: float) -> None:
-        """Remove votes of jobs that have been over for VOTE_S, and all of those that are so for HISTORY_S."""
-        jobs, others = models.jobs.c, [table for table in models.TABLES.values() if table is not models.jobs]
-        long_over = {
-            age_s: select(jobs.job).where(_ended(jobs.state), jobs.ended_s < now_s - age_s)
-            for age_s in (VOTE_S, HISTORY_S)
-        }
+    def prune(self, now_s: float, kept: Retention = RETENTION) -> int:
+        """Remove what is not kept any more; the number of jobs that went before their time, for want of room.
+
+        The votes of jobs that have been over for VOTE_S, and all of those that are so for `kept.keep_s`.
+        Pages that are free then go back to the file system. What is too much for once is for the next call.
+        """
+        jobs = models.jobs.c
         with self._writing(full=False) as connection:
-            connection.execute(models.verdicts.delete().where(models.verdicts.c.ended_s < now_s - HISTORY_S))
-            for table in (models.votes, *others, models.owners, models.jobs):
-                age_s = VOTE_S if table is models.votes else HISTORY_S
-                connection.execute(table.delete().where(table.c.job.in_(long_over[age_s])))
+            ended_s = models.verdicts.c.ended_s
+            connection.execute(models.verdicts.delete().where(ended_s < now_s - kept.keep_s))
+            over = select(jobs.job).where(_ended(jobs.state), jobs.ended_s < now_s - VOTE_S)
+            connection.execute(models.votes.delete().where(models.votes.c.job.in_(over)))
+            self._remove(connection, _ended(jobs.state), jobs.ended_s < now_s - kept.keep_s)
+        removed = 0
+        while self.nbytes > kept.most_nbytes and removed < MOST_REMOVED:
+            first = select(jobs.job).where(_ended(jobs.state)).order_by(jobs.ended_s, jobs.job).limit(1)
+            with self._writing(full=False) as connection:
+                if (job := connection.execute(first).scalar()) is None:
+                    break
+                self._remove(connection, jobs.job == job)
+            removed += 1
+        with _sentences(self.path, "written"), self._engine.connect() as connection:
+            give_back(connection, VACUUM_PAGES, VACUUMS)
+        return removed
+
+    @staticmethod
+    def _remove(connection: Connection, *which: ColumnElement[bool]) -> None:
+        """Remove all that is recorded of jobs."""
+        jobs = select(models.jobs.c.job).where(*which)
+        others = [table for table in models.TABLES.values() if table is not models.jobs]
+        for table in (models.votes, *others, models.owners, models.jobs):
+            connection.execute(table.delete().where(table.c.job.in_(jobs)))
+
+    @property
+    def nbytes(self) -> int:
+        """Bytes of the file that are used; without what SQLite keeps beside it."""
+        with _sentences(self.path, "read"), self._engine.connect() as connection:
+            return used_nbytes(connection)
+
+    def check(self) -> None:
+        """Read all of it, and have SQLite look whether the file is sound. Raises LedgerError."""
+        with self._reading() as connection:
+            found = connection.exec_driver_sql("PRAGMA quick_check(1)").scalar_one()
+            if found != "ok":
+                raise DamagedLedgerError(f"SQLite says: {found}")
+            for kind in models.TABLES:
+                for _ in _rows(connection, kind, _SELECTS[kind]):
+                    pass
+            for job in connection.execute(select(models.votes.c.job)).scalars().all():
+                self._vote(connection, job)
 
     def page(self, wanted: Read, uid: int | None, rows: int, nbytes: int) -> Page:
         """Answer a Read as of one moment, with about so much at most; None for `uid` may read of all jobs."""

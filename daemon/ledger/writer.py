@@ -14,7 +14,7 @@ from pathlib import Path
 from typing import TypeAlias, TypeVar
 
 from ckptless.daemon.ledger.aside import set_aside
-from ckptless.daemon.ledger.store import Ledger, Owner
+from ckptless.daemon.ledger.store import Ledger, Owner, Retention
 from ckptless.daemon.protocol.errors import (
     BadRowError,
     CkptlessError,
@@ -124,9 +124,9 @@ class LedgerWriter:
             self._rows = deque(row for row in self._rows if row.job != job)
         return before
 
-    async def prune(self, now_s: float) -> None:
+    async def prune(self, now_s: float, kept: Retention) -> int:
         """See `Ledger.prune`. Raises LedgerError."""
-        await self._call(lambda ledger: ledger.prune(now_s))
+        return await self._call(lambda ledger: ledger.prune(now_s, kept))
 
     async def close_jobs(self, close: Callable[[JobRecord], JobRecord | None]) -> tuple[JobRecord, ...]:
         """See `Ledger.close_jobs`. Raises LedgerError."""

@@ -15,7 +15,7 @@ from ckptless.daemon.ckptlessd.peer_links import PeerLinks
 from ckptless.daemon.ckptlessd.peering import Peering, Roster
 from ckptless.daemon.ckptlessd.service import LEDGER_FILE
 from ckptless.daemon.ledger import store
-from ckptless.daemon.ledger.store import HISTORY_S, Ledger, Owner
+from ckptless.daemon.ledger.store import Ledger, Owner, Retention
 from ckptless.daemon.ledger.writer import LedgerWriter
 from ckptless.daemon.protocol import messages as m
 from ckptless.daemon.protocol.peers.agreement import NO_BALLOT, Decree, Durable
@@ -175,7 +175,7 @@ def test_what_waits_for_the_disk_is_not_the_next_ones(tmp_path: Path) -> None:
 
 def test_what_is_of_jobs_that_are_long_over_is_removed(tmp_path: Path) -> None:
     known = Durable(promised=NO_BALLOT, vote=None, known=Decree(index=7, voters=(0,)))
-    ends = {"runs": None, "just": 990.0, "over": 900.0, "old": 1000.0 - HISTORY_S - 1}
+    ends = {"runs": None, "just": 990.0, "over": 900.0, "old": 1000.0 - Retention().keep_s - 1}
     with Ledger.open(tmp_path / "ledger.db") as ledger:
         for job, ended_s in ends.items():
             state: JobState = "running" if ended_s is None else "done"

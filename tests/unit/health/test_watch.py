@@ -17,7 +17,7 @@ from ckptless.daemon.ckptlessd.health import acting, looking, watch
 from ckptless.daemon.ckptlessd.health.probe import Finding
 from ckptless.daemon.ckptlessd.health.watch import Health
 from ckptless.daemon.ckptlessd.recovery.events import Leave
-from ckptless.daemon.ledger.store import HISTORY_S, Ledger
+from ckptless.daemon.ledger.store import Ledger, Retention
 from ckptless.daemon.protocol import messages as m
 from ckptless.daemon.protocol.codec import CONTROL_LIMIT, Decoder, encode
 from ckptless.daemon.protocol.health import HealthReport, VerdictRecord, WhatIsWell
@@ -229,5 +229,5 @@ def test_verdicts_in_the_ledger(tmp_path: Path) -> None:
         } == {"/0", "/1", "/2", "/299"}
         assert found[0][1].begun_s < found[100][1].begun_s
         assert ("boot-2", record) in found
-        kept.prune(HISTORY_S + 150.0)
+        kept.prune(Retention().keep_s + 150.0)
         assert min(r.ended_s for _, r in kept.verdicts() if r.ended_s is not None) == 150.0
