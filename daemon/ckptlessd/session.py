@@ -175,6 +175,11 @@ class JobSession:
         at_s = max(wish.at_s, self.control.wanted.at_s + NEWER_S)
         self.feed(e.Report(self.control.me, m.Resize(wish=structs.replace(wish, at_s=at_s))))
 
+    def drill(self, drill: m.Drill, left_s: float) -> None:
+        """Somebody wants a drill; whoever leads has it done."""
+        self.feed(e.DrillAsked(self.control.me, drill, left_s))
+        self.say(None, p.DrillAsked(job=self.job, drill=drill, left_s=left_s))
+
     def feed(self, *events: e.Input) -> None:
         """Inputs, and everything that follows from them."""
         before = self._ends
@@ -227,6 +232,8 @@ class JobSession:
                         message.node, message.reason, message.age_s, message.dark, source=message.source
                     ),
                 )
+            case p.DrillAsked():
+                return (e.DrillAsked(node, message.drill, message.left_s),)
             case p.Rows():
                 self._outlets.write(message.records)
             case p.Gone() | p.Packed():

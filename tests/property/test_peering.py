@@ -125,6 +125,12 @@ said = st.one_of(
         source=st.just("membership"),
     ),
     st.builds(p.Ordered, job=st.just(JOB), term=st.integers(0, 9), order=st.just(m.Go(generation=1))),
+    st.builds(
+        p.DrillAsked,
+        job=st.just(JOB),
+        drill=st.builds(m.Drill, kind=st.just("kill-agent"), node=nodes, uid=st.just(0)),
+        left_s=st.floats(0, 9),
+    ),
     st.builds(p.Agree, job=st.just(JOB), say=st.builds(Decided, decree=decrees)),
     st.builds(
         p.Agree,

@@ -195,6 +195,8 @@ class Agent:
                 self.world.events.after(fork_s, lambda: self._fork(action))
             case a.KillProcess():
                 self._kill(self.processes[action.birth])
+            case a.KillAgent():
+                self.die(dark=False)
             case a.SendToRank():
                 self._send(self.processes[action.birth], action.message)
             case a.AssignRank():
@@ -212,8 +214,8 @@ class Agent:
                 self._end(action)
             case a.ReleaseReplicas():
                 self.replicas.core.release()
-            case a.PrefetchState():
-                pass
+            case a.PrefetchState() | a.PauseProcess():
+                pass  # here they only take time
 
     def _follow(self, assignment: m.Assignment) -> None:
         self.world.protected.goes_on(self)
