@@ -18,7 +18,7 @@ from ckptless.daemon.ledger.writer import LedgerWriter
 from ckptless.daemon.protocol import messages as m
 from ckptless.daemon.protocol.peers import messages as p
 from ckptless.daemon.protocol.peers.agreement import Decided, Durable
-from ckptless.daemon.protocol.records import FaultSource, Record, printable
+from ckptless.daemon.protocol.records import Record, printable
 from ckptless.daemon.protocol.saving import Saved, SaveDone
 from ckptless.daemon.settings.config import Timers
 from ckptless.daemon.transport.credentials import Credentials
@@ -176,11 +176,8 @@ class JobHost:
             self._lose_agent("its agent is gone", 0.0)
 
     def _lose_agent(self, reason: str, age_s: float) -> None:
-        if self.is_over:
-            return
-        me, control = self.roster.me, self.session.control
-        source: FaultSource = "drill" if control.drills.ends_agent(me, control.generation) else "agent"
-        self.session.lose(e.NodeLost(me, reason, age_s, source=source))
+        if not self.is_over:
+            self.session.lose_agent(reason, age_s)
 
     def _look_at_agent(self) -> None:
         """Ask it for a sign of life; end one that is silent for too long."""

@@ -169,6 +169,12 @@ class JobSession:
         )
         self.say(None, told)
 
+    def lose_agent(self, reason: str, age_s: float) -> None:
+        """This node's agent is gone, and the node with it; that may be a drill."""
+        me, control = self.control.me, self.control
+        drilled = control.drills.ends_agent(me, control.generation)
+        self.lose(e.NodeLost(me, reason, age_s, source="drill" if drilled else "agent"))
+
     def resize(self, wish: m.Wish) -> None:
         """Somebody wants the job to have another number of nodes."""
         # Newer than what is known, also where the clock of the node where that was said is ahead.

@@ -181,6 +181,9 @@ class Agent:
             self.world.drawing.asked(order.nodes)
         if self.sound and isinstance(order, m.Order):
             self.core.obey(order, self.world.events.now)
+            if isinstance(order, m.Strike) and self.core.out:
+                self.world.struck += 1
+                self.world.faulted("drill")
             self._settle()
 
     def _settle(self) -> None:
