@@ -165,8 +165,8 @@ class Following:
             job.note(now, "info", "order-refused", text)
             return
         if isinstance(order, m.Strike):
-            assert job.spec is not None  # there is a generation
-            job.drills.strike(order, now, job.spec.limits.stall_s)
+            # A daemon that has just started may not know the job's limits: its agent has to tell.
+            job.drills.strike(order, now, job.spec.limits.stall_s if job.spec is not None else 0.0)
             job.out.append(ToAgent(order))
             return
         if kind is self._obeyed and job.follows:

@@ -227,6 +227,15 @@ def test_a_follower_takes_the_order_and_keeps_its_stage() -> None:
     assert "order-refused" in old.events
 
 
+def test_a_daemon_that_has_just_started_takes_the_order_too() -> None:
+    node = Node(1, NODES, fresh=True)
+    node.feed(e.PeerUp(0, e.Standing(1, 0, "running", index=1)))
+    assert (node.control.job.generation, node.control.job.spec) == (1, None)
+    found = node.feed(e.OrderFrom(0, 1, struck_by(LOSE)))
+    assert [out.order for out in found.outputs if isinstance(out, e.ToAgent)] == [struck_by(LOSE)]
+    assert node.control.job.drills.ends_agent(1, 1)
+
+
 def test_it_waits_while_the_job_recovers() -> None:
     job = Job()
     job.raises()
