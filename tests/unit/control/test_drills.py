@@ -243,12 +243,11 @@ def test_it_waits_while_the_job_recovers() -> None:
     assert asks(job, KILL).orders == []
     job.freeze(0, 1, 2, 3)
     assert job.generation == 2
-    job.node.forget()
-    for node in range(NODES):
-        job.say(node, "joined", stepped=False)
-    for node in range(NODES):
-        job.say(node, "restored")
+    for phase, stepped in (("joined", False), ("restored", False), ("restored", True)):
+        for node in range(NODES):
+            job.say(node, cast(m.Phase, phase), stepped=stepped)
     assert job.stage() == "running"
+    assert not [text for text in told(job.node.told) if "it waits" in text], "that is no news"
     assert [one for one in job.node.told.orders if isinstance(one, m.Strike)] == [struck_by(KILL, 2)]
 
 
@@ -328,7 +327,7 @@ def test_drills_use_up_no_budget() -> None:
         assert job.generation == 1 + count
     assignment = job.node.control.job.assignment
     assert assignment is not None
-    assert assignment.places[1] == m.Place(node=1, slot=0), "it keeps its slot"
+    assert (assignment.rung, assignment.places[1]) == ("process", m.Place(node=1, slot=0))
     assert (assignment.bad, assignment.tries, assignment.replaced, assignment.flapping) == ((), (), (), ())
 
 
@@ -359,6 +358,10 @@ def test_a_lost_node_is_told_as_a_drill_and_is_not_dark() -> None:
     assert found.dark_states == [], "Slurm is told of nothing"
     (line,) = [row for row in rows(found, EventRecord) if row.kind == "node-lost"]
     assert line.text == "node-1 (n1, rank 1) is lost: its agent is gone (drill)"
+    job.freeze(0, 2, 3)
+    assignment = job.node.control.job.assignment
+    assert assignment is not None
+    assert (assignment.rung, assignment.places[1]) == ("spare", m.Place(node=3, slot=0))
 
 
 # ------------------------------------------------------------------------------------------ the answer
