@@ -330,12 +330,16 @@ class Agent:
         while self._core.out:
             self._carry_out(self._core.out.pop(0))
 
-    def _carry_out(self, action: a.Action) -> None:  # noqa: C901  # a line for each kind of action
+    def _carry_out(self, action: a.Action) -> None:  # noqa: C901, PLR0912  # a line for each kind of action
         match action:
             case a.StartProcess():
                 self._rank_processes.start(action)
             case a.KillProcess():
                 self._rank_processes.kill(action.birth, hung=action.hung)
+            case a.PauseProcess():
+                self._rank_processes.pause(action.birth, action.for_s)
+            case a.KillAgent():
+                os.kill(os.getpid(), signal.SIGKILL)
             case a.SendToRank():
                 self._rank_processes.send(action.birth, action.message)
             case a.AssignRank():

@@ -1,12 +1,11 @@
 """`ckptctl evict` and `ckptctl release`: take a node out of a job that runs, and give it back to Slurm."""
 
-import sys
 from typing import Any
 
 import click
 
 from ckptless.daemon.ckptctl.shared.ask import ask_any, sockets, tell
-from ckptless.daemon.ckptctl.shared.options import Asked, for_job
+from ckptless.daemon.ckptctl.shared.options import Asked, confirm, for_job
 from ckptless.daemon.protocol.errors import UsageError
 from ckptless.daemon.protocol.messages import PROTOCOL
 from ckptless.daemon.protocol.requests import MAX_NAME, MAX_REASON, Evict, Evicted, EvictionSource
@@ -46,7 +45,7 @@ def evict(asked: Asked, node: str, yes: bool, **word: Any) -> None:
     question = _question(run, node, give_back=False, **word)
     where = sockets(asked)
     if not yes:
-        _confirm(run, node)
+        confirm(f"Take {node} out of job {run}?")
     answer, by = ask_any(where, question, Evicted)
     tell(asked, answer, ("accepted", "already"), job=run, node=node, socket=by, evicted=answer)
 
@@ -79,14 +78,3 @@ def _question(run: str, node: str, *, reason: str, source: EvictionSource, **mor
     if not (0 < len(node) <= MAX_NAME and node.isprintable()):
         raise UsageError("NODE is a name: give it")
     return Evict(protocol=PROTOCOL, job=run, node=node, source=source, reason=reason, **more)
-
-
-def _at_a_terminal() -> bool:
-    return sys.stdin.isatty()
-
-
-def _confirm(run: str, node: str) -> None:
-    """Ask at the terminal. Raises UsageError where there is none, and click.Abort for a no."""
-    if not _at_a_terminal():
-        raise UsageError("nobody can be asked here: say --yes")
-    click.confirm(f"Take {node} out of job {run}?", abort=True, err=True)

@@ -7,6 +7,7 @@ import click
 from ckptless import __version__
 from ckptless.daemon.ckptctl.config_command import config
 from ckptless.daemon.ckptctl.data import data
+from ckptless.daemon.ckptctl.drill import drill
 from ckptless.daemon.ckptctl.events import events
 from ckptless.daemon.ckptctl.evict import evict, release
 from ckptless.daemon.ckptctl.explain import explain
@@ -63,6 +64,7 @@ COMMANDS: dict[click.Command, dict[str, str]] = {
     release: {"release 4711 node02": "give a node of it back to Slurm"},
     resize: {"resize 4711 --nodes 4": "train on fewer of its nodes, or on more"},
     save: {"save 4711": "save its state to its directory now"},
+    drill: {"drill 4711 --kill-rank 3": "see what happens when a process dies"},
     health: {"health": "how this node is, and what says so"},
     kept: {"kept": "memory that is kept here for jobs that start again"},
     plan: {"plan --gpus 64 --params 70e9": "memory and traffic of a job"},
@@ -80,7 +82,7 @@ _EXAMPLES = "\n".join(
 
 On a cluster the daemon of this node answers: root about all jobs, everybody else about their own. Of a
 local run the ledgers of its nodes are read, which stay when they have ended, or were killed. Only evict,
-release, resize and save do something.
+release, resize, save and drill do something.
 JOB is a run or the number of a Slurm job; without it, the newest job. Options may stand before or behind
 the command.
 

@@ -11,6 +11,7 @@ from ckptless.daemon.ckptctl.shared import render, view
 from ckptless.daemon.ckptctl.shared.options import Asked, of_job
 from ckptless.daemon.ledger.merge import Snapshot
 from ckptless.daemon.protocol.records import (
+    DRILL,
     REFUSALS,
     VOTE_AGAIN,
     VOTE_LOST,
@@ -28,9 +29,9 @@ def status(asked: Asked) -> None:
     """Show how a job stands, down to every slot.
 
     Its state, its nodes and slots, what could be restored now and which nodes' failure would lose what, what
-    the last recovery took, nodes whose disk keeps them from voting, the last faults (with the ranks whose
-    collectives failed over them), ranks whose training function has returned while others train, and how
-    often what came from an older generation or leader was refused.
+    the last recovery took, nodes whose disk keeps them from voting, the last drill, the last faults (with
+    the ranks whose collectives failed over them), ranks whose training function has returned while others
+    train, and how often what came from an older generation or leader was refused.
 
     A slot without a rank is a spare; "-" marks one whose rank now lives elsewhere. The age tells how long ago
     the slot was last heard of. Of a job that is forming, the nodes that it waits for.
@@ -40,7 +41,7 @@ def status(asked: Asked) -> None:
         ckptctl status              the newest job
         watch -n1 ckptctl status    as it goes
     """
-    job, found, _ = view.job_of(asked, events=REFUSALS | {VOTE_LOST, VOTE_AGAIN})
+    job, found, _ = view.job_of(asked, events=REFUSALS | {DRILL, VOTE_LOST, VOTE_AGAIN})
     if asked.as_json:
         _show_json(job, found)
     else:
@@ -64,6 +65,7 @@ def _show_json(job: JobRecord, found: Snapshot) -> None:
         returned_early=view.returned_early(job, found),
         refused=view.refused(found),
         voteless=view.voteless(found),
+        drill=view.last_drill(found),
     )
 
 
@@ -83,6 +85,8 @@ def _show(job: JobRecord, found: Snapshot) -> None:
         )
     for text in view.voteless(found):
         click.echo(render.harmless(text))
+    if (drill := view.last_drill(found)) is not None:
+        click.echo(render.harmless(f"last drill: {render.clock(drill.at_s)}  {drill.text}"))
     for cause in _causes(found):
         click.echo(f"fault: {_sentence(cause)}")
     if (early := view.returned_early(job, found)) is not None:

@@ -22,9 +22,9 @@ _ENOUGH = 3  # recoveries before a median says anything
 def timeline(asked: Asked, png: Path | None) -> None:
     """Show every recovery of a job, phase by phase, in milliseconds.
 
-    One line a recovery: the generation it led to, the rung that answered, the faults, the step restored, the
-    phases in order and their sum. The last line is median/p99 over the recoveries that succeeded, once there
-    are three.
+    One line a recovery: the generation it led to, the rung that answered, the faults (those of a drill say
+    so), the step restored, the phases in order and their sum. The last line is median/p99 over the recoveries
+    that succeeded, once there are three.
 
     \b
     Example:
@@ -53,7 +53,8 @@ def timeline(asked: Asked, png: Path | None) -> None:
     elif not found.recoveries:
         click.echo(f"job {job.job} has had no recovery", err=True)
     elif png is None:
-        _show(found.recoveries, kinds)
+        drills = {fault: " (drill)" for fault, source in sources.items() if source == "drill"}
+        _show(found.recoveries, {fault: kind + drills.get(fault, "") for fault, kind in kinds.items()})
 
 
 def _show(recoveries: Sequence[RecoveryRecord], kinds: dict[str, str]) -> None:

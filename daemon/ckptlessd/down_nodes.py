@@ -44,7 +44,7 @@ def newly_leaving(
 def is_dead(view: NodeView) -> bool:
     """Whether nothing of the job is left on the node, its batch script included, by what ckptless knows.
 
-    One that was taken out by somebody's word lives: only its agent has ended, and the script still waits for
-    the others.
+    One that was taken out by somebody's word, or lost by a drill, lives: only its agent has ended, and the
+    script still waits for the others.
     """
-    return view.lost is not None and view.lost_source not in ("operator", "health")
+    return view.lost is not None and view.lost_source not in ("operator", "health", "drill")

@@ -177,7 +177,7 @@ class JobHost:
 
     def _lose_agent(self, reason: str, age_s: float) -> None:
         if not self.is_over:
-            self.session.lose(e.NodeLost(self.roster.me, reason, age_s, source="agent"))
+            self.session.lose_agent(reason, age_s)
 
     def _look_at_agent(self) -> None:
         """Ask it for a sign of life; end one that is silent for too long."""

@@ -4,6 +4,7 @@
 """
 
 import os
+import re
 import time
 from collections.abc import Iterable
 from typing import Literal
@@ -13,8 +14,9 @@ from ckptless.daemon.ckptlessd.recovery import eviction
 from ckptless.daemon.ckptlessd.recovery.drawing import GIVEN_BACK
 from ckptless.daemon.ckptlessd.recovery.events import NodeLost
 from ckptless.daemon.ckptlessd.recovery.job_state import JobState
-from ckptless.daemon.protocol.messages import PROTOCOL, Wish
-from ckptless.daemon.protocol.requests import Evict, Evicted, Resized, ResizeJob
+from ckptless.daemon.protocol.limits import MOST_RANKS
+from ckptless.daemon.protocol.messages import PROTOCOL, Drill, Wish
+from ckptless.daemon.protocol.requests import Drilled, DrillJob, Evict, Evicted, Resized, ResizeJob
 from ckptless.daemon.protocol.saving import Save, Saved
 
 # Of the sizes of a job, in a sentence.
@@ -61,6 +63,52 @@ def _evict(run: JobHost, asked: Evict, uid: int) -> Evicted:
     what = f"{GIVEN_BACK} by" if asked.give_back else "taken out by"
     run.session.lose(NodeLost(node, f"{what} {by}{reason}", 0.0, source=asked.source))
     return Evicted(verdict="accepted", node=node, text=f"{names[node]} is taken out of job {run.job}")
+
+
+def drill(jobs: Iterable[JobHost], asked: DrillJob, uid: int) -> Drilled:
+    """Have a fault happen to a job on purpose."""
+    run = _asked_for(jobs, asked, uid)
+    if isinstance(run, tuple):
+        return Drilled(verdict=run[0], text=run[1])
+    control = run.session.control
+    why = eviction.cannot_say(control) if control.outcome is None else None
+    if why is not None:
+        return Drilled(verdict="elsewhere", text=why)
+    wanted = _read_drill(run, asked, uid)
+    if isinstance(wanted, str):
+        return Drilled(verdict="refused", text=wanted)
+    why = eviction.drill_refusal(control, wanted) or control.drills.busy(control.generation, run.now())
+    if why is not None:
+        return Drilled(verdict="refused", text=f"no drill of job {run.job}: {why}")
+    run.session.drill(wanted, asked.deadline_s)
+    when = (
+        f"once step {wanted.step} is done, if that is within {asked.deadline_s:g} s" if wanted.step else "now"
+    )
+    return Drilled(verdict="accepted", text=f"a drill of job {run.job}: {wanted.what}, {when}")
+
+
+def _read_drill(run: JobHost, asked: DrillJob, uid: int) -> Drill | str:
+    """The drill that is meant, or why there is none."""
+    rank = node = None
+    if asked.kind == "kill-agent":
+        node = eviction.find_node(asked.target, [run.name_of(number) for number in run.roster.nodes])
+        if node is None:
+            return f"job {run.job} has no node {asked.target!r}"
+    elif re.fullmatch("[0-9]{1,9}", asked.target) and int(asked.target) < MOST_RANKS:
+        rank = int(asked.target)
+    else:
+        return f"job {run.job} has no rank {asked.target!r}"
+    if (asked.for_s > 0) is not (asked.kind == "pause-rank"):
+        return "a pause has a length, and nothing else has"
+    return Drill(
+        kind=asked.kind,
+        rank=rank,
+        node=node,
+        step=asked.step,
+        for_s=asked.for_s,
+        force=asked.force,
+        uid=uid,
+    )
 
 
 def resize(jobs: Iterable[JobHost], asked: ResizeJob, uid: int) -> Resized:
@@ -115,7 +163,7 @@ async def save(jobs: Iterable[JobHost], asked: Save, uid: int) -> Saved:
 
 
 def _asked_for(
-    jobs: Iterable[JobHost], asked: Evict | ResizeJob | Save, uid: int
+    jobs: Iterable[JobHost], asked: Evict | DrillJob | ResizeJob | Save, uid: int
 ) -> JobHost | tuple[Literal["refused", "unknown"], str]:
     """The run that a request is for, or why it is not done."""
     if asked.protocol != PROTOCOL:

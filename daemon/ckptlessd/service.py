@@ -19,7 +19,7 @@ from ckptless.daemon.ckptlessd.job_host import JobHost, Surroundings
 from ckptless.daemon.ckptlessd.peering import Roster
 from ckptless.daemon.ckptlessd.planning.event_lines import Line
 from ckptless.daemon.ckptlessd.recovery import eviction, ledger_rows
-from ckptless.daemon.ckptlessd.requests import evict, resize, save
+from ckptless.daemon.ckptlessd.requests import drill, evict, resize, save
 from ckptless.daemon.ckptlessd.requeue_memory import RequeueMemory
 from ckptless.daemon.ckptlessd.requeue_table import Entry
 from ckptless.daemon.ckptlessd.session import LIFE_BITS, Forgotten, Memory, recall
@@ -43,7 +43,7 @@ from ckptless.daemon.protocol.keeping import Claim, Keep, WhatIsKept
 from ckptless.daemon.protocol.peers import messages as p
 from ckptless.daemon.protocol.peers.agreement import NO_BALLOT, Durable
 from ckptless.daemon.protocol.records import printable
-from ckptless.daemon.protocol.requests import Evict, Read, ResizeJob
+from ckptless.daemon.protocol.requests import DrillJob, Evict, Read, ResizeJob
 from ckptless.daemon.protocol.saving import Save, SaveDone
 from ckptless.daemon.settings.config import DaemonConfig, Timers
 from ckptless.daemon.transport.credentials import Credentials
@@ -63,13 +63,24 @@ RUNS_PER_JOB = 16
 # A hello counts as so many messages: a new run is built for it, and written to the disk.
 HELLO_COST = 20
 _Aside: TypeAlias = (
-    m.JobStarted | m.JobEnded | Evict | ResizeJob | Save | Read | WhatIsKept | WhatIsWell | Keep | Claim
+    m.JobStarted
+    | m.JobEnded
+    | Evict
+    | DrillJob
+    | ResizeJob
+    | Save
+    | Read
+    | WhatIsKept
+    | WhatIsWell
+    | Keep
+    | Claim
 )
 _Heard: TypeAlias = m.FromAgent | m.Pong | SaveDone | _Aside
 _ASIDE = (
     m.JobStarted,
     m.JobEnded,
     Evict,
+    DrillJob,
     ResizeJob,
     Save,
     Read,
@@ -297,6 +308,8 @@ class Service:
         """Answer what others than agents say, and they on a connection of its own. Raises CkptlessError."""
         if isinstance(message, Evict):
             client.write(evict(self.jobs, message, client.uid))
+        elif isinstance(message, DrillJob):
+            client.write(drill(self.jobs, message, client.uid))
         elif isinstance(message, ResizeJob):
             client.write(resize(self.jobs, message, client.uid))
         elif isinstance(message, Read):

@@ -169,11 +169,22 @@ class JobSession:
         )
         self.say(None, told)
 
+    def lose_agent(self, reason: str, age_s: float) -> None:
+        """This node's agent is gone, and the node with it; that may be a drill."""
+        me, control = self.control.me, self.control
+        drilled = control.drills.ends_agent(me, control.generation)
+        self.lose(e.NodeLost(me, reason, age_s, source="drill" if drilled else "agent"))
+
     def resize(self, wish: m.Wish) -> None:
         """Somebody wants the job to have another number of nodes."""
         # Newer than what is known, also where the clock of the node where that was said is ahead.
         at_s = max(wish.at_s, self.control.wanted.at_s + NEWER_S)
         self.feed(e.Report(self.control.me, m.Resize(wish=structs.replace(wish, at_s=at_s))))
+
+    def drill(self, drill: m.Drill, left_s: float) -> None:
+        """Somebody wants a drill; whoever leads has it done."""
+        self.feed(e.DrillAsked(self.control.me, drill, left_s))
+        self.say(None, p.DrillAsked(job=self.job, drill=drill, left_s=left_s))
 
     def feed(self, *events: e.Input) -> None:
         """Inputs, and everything that follows from them."""
@@ -227,6 +238,8 @@ class JobSession:
                         message.node, message.reason, message.age_s, message.dark, source=message.source
                     ),
                 )
+            case p.DrillAsked():
+                return (e.DrillAsked(node, message.drill, message.left_s),)
             case p.Rows():
                 self._outlets.write(message.records)
             case p.Gone() | p.Packed():

@@ -50,6 +50,7 @@ from ckptless.daemon.protocol.model import Call as Call
 from ckptless.daemon.protocol.model import Cause as Cause
 from ckptless.daemon.protocol.model import Copies as Copies
 from ckptless.daemon.protocol.model import Doubt as Doubt
+from ckptless.daemon.protocol.model import Drill as Drill
 from ckptless.daemon.protocol.model import Former as Former
 from ckptless.daemon.protocol.model import Holdings as Holdings
 from ckptless.daemon.protocol.model import JobSpec as JobSpec
@@ -209,6 +210,14 @@ class Release(Message, frozen=True, kw_only=True):
     generation: Generation
 
 
+class Strike(Message, frozen=True, kw_only=True):
+    """Do what this drill is, to the slot (or the node's agent), if it is still in `generation`; once."""
+
+    generation: Generation
+    place: Place
+    drill: Drill
+
+
 class End(Message, frozen=True, kw_only=True):
     """The job is over, or (`here_only`) goes on without this node: end every process of it."""
 
@@ -235,7 +244,7 @@ Also where something holds its interpreter. SIGRTMAX - 3, as Linux has it. Its a
 """
 
 
-Order: TypeAlias = Stop | Assign | Go | Running | Release | End
+Order: TypeAlias = Stop | Assign | Go | Running | Release | Strike | End
 
 
 class Draw(Message, frozen=True, kw_only=True):

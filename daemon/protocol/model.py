@@ -42,6 +42,7 @@ from ckptless.daemon.protocol.limits import (
     Steps,
     Text,
     TryCount,
+    Uid,
     Word,
     clip_command,
 )
@@ -450,6 +451,42 @@ class Wish(Value, frozen=True, kw_only=True):
     at_s: Age = 0.0
     give_back: bool = False
     gives_way: bool = False
+
+
+# What a drill does:
+#   kill-rank   a rank's process ends by SIGKILL
+#   pause-rank  it is stopped (SIGSTOP), and goes on after `for_s` (SIGCONT)
+#   kill-agent  a node's agent ends by SIGKILL, and its ranks with it: the node is lost
+DrillKind = Literal["kill-rank", "pause-rank", "kill-agent"]
+
+
+class Drill(Value, frozen=True, kw_only=True):
+    """A fault that `uid` wants to have, of a rank or of a node, once `step` is done.
+
+    `force`: also where the job would end over it.
+    """
+
+    kind: DrillKind
+    rank: Rank | None = None
+    node: NodeNumber | None = None
+    step: Step = 0
+    for_s: Seconds = 0.0
+    force: bool = False
+    uid: Uid
+
+    def __post_init__(self) -> None:
+        of_node = self.kind == "kill-agent"
+        if (self.node is not None) is not of_node or (self.rank is not None) is of_node:
+            raise ValueError(f"{self.kind} of rank {self.rank}, node {self.node}")
+
+    @property
+    def what(self) -> str:
+        """What it does, as a sentence."""
+        if self.kind == "kill-agent":
+            return f"the agent of node-{self.node} is killed"
+        if self.kind == "kill-rank":
+            return f"rank {self.rank}'s process is killed"
+        return f"rank {self.rank}'s process is paused for {self.for_s:g} s"
 
 
 class Assignment(Clipped, Value, frozen=True, kw_only=True, dict=True, gc=True):

@@ -45,9 +45,9 @@ Level: TypeAlias = Literal["info", "warning", "error"]
 # Of a node: "agent", its connection to its daemon is gone; "membership", the other daemons cannot reach it;
 # "slurm", Slurm has it down; "health", a check's verdict; "operator", a person's word; "lease", it ends its
 # ranks itself, as it hears too few others. Of either: "leader", who waited for it in vain. Of several ranks:
-# "twins", whose tensors should be the same.
+# "twins", whose tensors should be the same. "drill": somebody wanted it, and nothing is wrong.
 FaultSource: TypeAlias = Literal[
-    "process", "agent", "membership", "slurm", "health", "operator", "lease", "leader", "twins"
+    "process", "agent", "membership", "slurm", "health", "operator", "lease", "leader", "twins", "drill"
 ]
 
 # The phases of a recovery, in order. They do not overlap; their sum is the recovery.
@@ -181,6 +181,10 @@ class RecoveryRecord(Struct, frozen=True, kw_only=True, tag="recovery", forbid_u
 
 # Kinds of events that tell of something refused: it came from an older generation, or an older leader.
 REFUSALS = frozenset(("order-refused", "stale-message", "stale-record"))
+
+
+# The kind of events that tell of a drill: that it is asked for, done, over, or not done.
+DRILL = "drill"
 
 
 # Kinds of events that tell that a node's daemon cannot vote, and that it can again.

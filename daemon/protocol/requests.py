@@ -13,13 +13,16 @@ from ckptless.daemon.protocol.limits import (
     clip_texts,
 )
 from ckptless.daemon.protocol.messages import Message
-from ckptless.daemon.protocol.model import Value
+from ckptless.daemon.protocol.model import DrillKind, Value
 from ckptless.daemon.protocol.records import Record
 
 MAX_NAME = 256
 MAX_REASON = 200
 MAX_KIND = 64
 MAX_KINDS = 16
+# Of a drill: how long a rank may be paused, and its step be waited for.
+MAX_PAUSE_S = 3600.0
+MAX_WAIT_S = 24 * 3600.0
 
 # The tags of the records, in the order in which they are told.
 Table: TypeAlias = Literal["job", "node", "slot", "holding", "generation", "fault", "recovery", "event"]
@@ -88,6 +91,33 @@ class Evicted(Message, frozen=True, kw_only=True):
     verdict: Literal["accepted", "already", "refused", "elsewhere", "unknown"]
     text: Text
     node: NodeNumber | None = None
+
+    def __post_init__(self) -> None:
+        clip_texts(self, "text")
+
+
+class DrillJob(Message, frozen=True, kw_only=True):
+    """ckptctl to daemon: do this to the job once `step` is done, which may take `deadline_s`.
+
+    `job` is a run, or the number of a Slurm job with one. `target` is a rank, or of kill-agent a node's
+    name or its number in the job. `for_s`: of a pause. `force`: also where the job would end over it.
+    """
+
+    protocol: Protocol
+    job: Annotated[str, Meta(min_length=1, max_length=MAX_NAME)]
+    kind: DrillKind
+    target: Annotated[str, Meta(min_length=1, max_length=MAX_NAME)]
+    step: Annotated[int, Meta(ge=0, lt=1 << 62)] = 0
+    for_s: Annotated[float, Meta(ge=0, le=MAX_PAUSE_S)] = 0.0
+    deadline_s: Annotated[float, Meta(gt=0, le=MAX_WAIT_S)] = 600.0
+    force: bool = False
+
+
+class Drilled(Message, frozen=True, kw_only=True):
+    """Answer to DrillJob: what has come of it, in one sentence. The verdicts are those of `Evicted`."""
+
+    verdict: Literal["accepted", "refused", "elsewhere", "unknown"]
+    text: Text
 
     def __post_init__(self) -> None:
         clip_texts(self, "text")

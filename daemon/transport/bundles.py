@@ -10,6 +10,7 @@ from collections.abc import Collection, Iterator, Sequence
 import msgspec
 
 from ckptless.daemon.protocol.errors import ProtocolError
+from ckptless.daemon.protocol.messages import Strike
 from ckptless.daemon.protocol.peers import messages as p
 from ckptless.daemon.protocol.peers.agreement import Decided, Decree, Promise, Propose
 from ckptless.daemon.protocol.peers.membership import Beat, Saw, Suspect
@@ -72,6 +73,10 @@ def _named(message: p.DaemonMessage) -> Iterator[int]:
             yield from (node for node, _, _ in message.pulses)
         case p.Forwarded():
             yield message.report.node
+        case p.DrillAsked() if message.drill.node is not None:
+            yield message.drill.node
+        case p.Ordered(order=Strike() as strike):
+            yield strike.place.node
         case p.Meeting():
             yield from (report.node for report in message.reports)
             yield from (lost[0] for lost in message.standing.lost)

@@ -97,6 +97,7 @@ EDGES: dict[str, tuple[Any, int]] = {
     "agent, what was kept": (keeping.Claimed | messages.Denied, CONTROL_LIMIT),
     "agent, what is to be kept": (keeping.KeepAnswer | messages.Denied, CONTROL_LIMIT),
     "ckptctl evict": (requests.Evicted | messages.Denied, CONTROL_LIMIT),
+    "ckptctl drill": (requests.Drilled | messages.Denied, CONTROL_LIMIT),
     "ckptctl resize": (requests.Resized | messages.Denied, CONTROL_LIMIT),
     "ckptctl save": (saving.Saved | messages.Denied, CONTROL_LIMIT),
     "ckptctl, the story": (requests.Page | messages.Denied, CONTROL_LIMIT),

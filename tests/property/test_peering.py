@@ -125,6 +125,12 @@ said = st.one_of(
         source=st.just("membership"),
     ),
     st.builds(p.Ordered, job=st.just(JOB), term=st.integers(0, 9), order=st.just(m.Go(generation=1))),
+    st.builds(
+        p.DrillAsked,
+        job=st.just(JOB),
+        drill=st.builds(m.Drill, kind=st.just("kill-agent"), node=nodes, uid=st.just(0)),
+        left_s=st.floats(0, 9),
+    ),
     st.builds(p.Agree, job=st.just(JOB), say=st.builds(Decided, decree=decrees)),
     st.builds(
         p.Agree,
@@ -194,6 +200,9 @@ def test_nothing_that_is_said_breaks_it(
     assert len(router._ways.keys() | router._newest.keys()) <= NODES
 
 
+LOST = m.Drill(kind="kill-agent", node=99, uid=0)
+
+
 def gone(node: int) -> p.Gone:
     return p.Gone(job=JOB, node=node, reason="x", age_s=0.0, source="membership")
 
@@ -204,6 +213,12 @@ def gone(node: int) -> p.Gone:
         Suspect(node=NODES),
         p.Forwarded(job=JOB, report=Report(99, m.AgentState(seq=1, slots=()))),
         gone(99),
+        p.DrillAsked(job=JOB, drill=LOST, left_s=1.0),
+        p.Ordered(
+            job=JOB,
+            term=1,
+            order=m.Strike(generation=1, place=m.Place(node=99, slot=0), drill=LOST),
+        ),
         p.Agree(job=JOB, say=Decided(decree=Decree(index=1, voters=(99,)))),
         p.Relayed(job=JOB, origin=99, to=None, serial=1, clock_ms=1, hops=1, said=gone(1)),
         bundle(

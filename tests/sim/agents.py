@@ -181,6 +181,9 @@ class Agent:
             self.world.drawing.asked(order.nodes)
         if self.sound and isinstance(order, m.Order):
             self.core.obey(order, self.world.events.now)
+            if isinstance(order, m.Strike) and self.core.out:
+                self.world.struck += 1
+                self.world.faulted("drill")
             self._settle()
 
     def _settle(self) -> None:
@@ -195,6 +198,8 @@ class Agent:
                 self.world.events.after(fork_s, lambda: self._fork(action))
             case a.KillProcess():
                 self._kill(self.processes[action.birth])
+            case a.KillAgent():
+                self.die(dark=False)
             case a.SendToRank():
                 self._send(self.processes[action.birth], action.message)
             case a.AssignRank():
@@ -212,8 +217,8 @@ class Agent:
                 self._end(action)
             case a.ReleaseReplicas():
                 self.replicas.core.release()
-            case a.PrefetchState():
-                pass
+            case a.PrefetchState() | a.PauseProcess():
+                pass  # here they only take time
 
     def _follow(self, assignment: m.Assignment) -> None:
         self.world.protected.goes_on(self)

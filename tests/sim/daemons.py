@@ -36,6 +36,8 @@ TIMES = Timers(beat_s=0.1, dark_s=0.6)
 KNOCK_DEADLINE_S = 0.2
 FLUSH_S = 0.005
 RENEWED_S = 0.001
+# So long a drill may wait for its step.
+DRILL_S = 3.0
 # Clocks of daemons differ by up to so much, anew with each life; each has a rate of its own (crystals err by
 # 100 millionths, NTP slews by 500). Within a life a daemon's clock never jumps: see daemon.clock.
 SKEW_S = 500.0
@@ -282,9 +284,9 @@ class Daemon:
         if self.alive and (self._sleeps(self.agent_hung_up) or self._is_busy(self.agent_hung_up)):
             return
         self._agent = self._orders = None
-        control = self.control
-        if control is not None and control.outcome is None:
-            self.lose(e.NodeLost(self.node, "its agent is gone", 0.0, source="agent"))
+        session = self._session
+        if session is not None and session.control.outcome is None:
+            self._do(lambda _peering: session.lose_agent("its agent is gone", 0.0))
 
     def lose(self, loss: e.NodeLost) -> None:
         """Only this daemon may know that a node is lost."""
@@ -297,6 +299,12 @@ class Daemon:
         session = self._session
         if session is not None:
             self._do(lambda _peering: session.feed(e.Unwell(leave)))
+
+    def drill(self, drill: m.Drill) -> None:
+        """Somebody wants a drill."""
+        session = self._session
+        if session is not None:
+            self._do(lambda _peering: session.drill(drill, DRILL_S))
 
     def resize(self, wish: m.Wish) -> None:
         """Somebody wants the job to have another size."""

@@ -94,6 +94,8 @@ class World:
         # When the training itself had a fault, and when one that only the control plane feels came.
         self.training_faults: list[float] = []
         self.control_faults: list[float] = []
+        # Drills that an agent has done.
+        self.struck = 0
         self.generation, self.formed_at = 0, 0.0
         # Whether anything has changed that `checks.after_event` looks at.
         self.touched = False

@@ -365,6 +365,35 @@ def test_nodes_are_taken_out_by_their_users_and_the_site(site: Cluster) -> None:
     assert sources(job) == ["operator", "health"], job.story()
 
 
+def test_drills_of_its_user(site: Cluster) -> None:
+    job = Training(site, steps=200).submit()
+    job.trains()
+
+    def drill(*words: str, user: str = USER) -> tuple[int, str]:
+        command = ("ckptctl", "drill", "--yes", str(job.job_id), *words)
+        done = site.run("node04", *command, user=user, check=False)
+        return done.returncode, done.stdout + done.stderr
+
+    assert drill("--kill-rank", "1", user="other")[0] == 4
+    code, text = drill("--kill-rank", "1", "--when", f"step={job.newest() + 10}")
+    assert code == 0, text
+    job.trains(2)
+    lost = ("--kill-agent", "node02")
+    job.wait(lambda: drill(*lost, user="root")[0] == 0, "the drill before it is over", 20.0)
+    job.trains(3)
+    assert node_of(job, 1) == "node05"
+    code, text = drill("--kill-agent", "node03")
+    assert code == 1
+    assert "no spare" in text
+    # The node answers, and nobody drains it.
+    assert not any(state.startswith(("down", "drain")) for state in site.node_states().values())
+    job.ended()
+    job.same_bits()
+    faults = [fault for fault in job.ledger().faults if fault.job == job.run_name]
+    assert {fault.source for fault in faults} == {"drill"}, job.story()
+    assert {"died", "node-lost"} <= {fault.kind for fault in faults}
+
+
 def test_our_daemons_are_killed_in_training_and_in_a_recovery(site: Cluster) -> None:
     faults = [{"where": "forward", "kind": "kill", "rank": 1, "step": 30}]
     job = Training(site, faults, steps=80).submit()

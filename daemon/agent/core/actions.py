@@ -24,6 +24,19 @@ class KillProcess:
 
 
 @dataclass(frozen=True)
+class PauseProcess:
+    """Stop a process with SIGSTOP, and have it go on after so many seconds."""
+
+    birth: int
+    for_s: float
+
+
+@dataclass(frozen=True)
+class KillAgent:
+    """End this agent with SIGKILL, and its processes with it: a drill."""
+
+
+@dataclass(frozen=True)
 class SendToRank:
     """Send a message to a process that has said Hello."""
 
@@ -90,6 +103,8 @@ class EndJob:
 Action: TypeAlias = (
     StartProcess
     | KillProcess
+    | PauseProcess
+    | KillAgent
     | SendToRank
     | AssignRank
     | PrefetchState

@@ -11,8 +11,10 @@ from ckptless.daemon.agent.core.actions import (
     AssignRank,
     EndJob,
     FollowAssignment,
+    KillAgent,
     KillProcess,
     NoteEvent,
+    PauseProcess,
     PrefetchState,
     ReleaseReplicas,
     ReportState,
@@ -70,6 +72,8 @@ class AgentCore:
                     self._tell_ranks(order)
                     if isinstance(order, m.Release):
                         self.out.append(ReleaseReplicas())
+            case m.Strike():
+                self._strike(order)
             case m.End():
                 self.out += [ReleaseReplicas(), EndJob(order.outcome, order.here_only)]
             case m.Running():
@@ -101,6 +105,18 @@ class AgentCore:
             if hanging is not None:
                 self._kill(hanging, "did not leave its training function in time and was killed")
         self.out.append(ReportState())
+
+    def _strike(self, order: m.Strike) -> None:
+        """Do what a drill is, while its generation goes on."""
+        current = self.assignment.generation if self.assignment is not None else None
+        if order.place.node != self.node or order.generation != current or self.frozen is not None:
+            return
+        drill = order.drill
+        if drill.kind == "kill-agent":
+            self.out.append(KillAgent())
+        elif (one := self.slots[order.place.slot].living) is not None:
+            pause = drill.kind == "pause-rank"
+            self.out.append(PauseProcess(one.birth, drill.for_s) if pause else KillProcess(one.birth))
 
     def _assign(self, assignment: m.Assignment, now: float) -> None:
         """Take the next generation: state first, then every slot as it says."""

@@ -264,6 +264,12 @@ class RankProcesses:
         else:
             one.process.kill()
 
+    def pause(self, birth: int, for_s: float) -> None:
+        """Stop a process, which goes on after so many seconds where it is not dead by then."""
+        if (one := self._running.get(birth)) is not None:
+            one.process.kill(signal.SIGSTOP)
+            asyncio.get_running_loop().call_later(for_s, one.process.kill, signal.SIGCONT)
+
     async def _kill_hung(self, one: RankProcess, page: Page) -> None:
         await self._ask_where(one, page)
         one.process.kill()

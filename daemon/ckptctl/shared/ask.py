@@ -15,14 +15,23 @@ from ckptless.daemon.protocol.health import HealthReport, WhatIsWell
 from ckptless.daemon.protocol.keeping import KeptList, WhatIsKept
 from ckptless.daemon.protocol.messages import Denied
 from ckptless.daemon.protocol.peercred import daemon_credentials, unix_address
-from ckptless.daemon.protocol.requests import Evict, Evicted, Page, Read, Resized, ResizeJob
+from ckptless.daemon.protocol.requests import (
+    Drilled,
+    DrillJob,
+    Evict,
+    Evicted,
+    Page,
+    Read,
+    Resized,
+    ResizeJob,
+)
 from ckptless.daemon.protocol.saving import Save, Saved
 from ckptless.daemon.settings.config import LocalConfig, load
 from ckptless.daemon.settings.site import load_settings
 
 DEADLINE_S = 10.0
-A = TypeVar("A", Evicted, Resized, Saved)
-B = TypeVar("B", Evicted, Resized, Saved, KeptList, HealthReport, Page)
+A = TypeVar("A", Evicted, Drilled, Resized, Saved)
+B = TypeVar("B", Evicted, Drilled, Resized, Saved, KeptList, HealthReport, Page)
 _READ_NBYTES = 1 << 16
 # Another daemon of this machine may know better.
 _NOT_HERE = ("unknown", "elsewhere")
@@ -50,7 +59,10 @@ def sockets(asked: Asked) -> tuple[str, ...]:
 
 
 def ask_any(
-    names: Sequence[str], question: Evict | ResizeJob | Save, kind: type[A], deadline_s: float = DEADLINE_S
+    names: Sequence[str],
+    question: Evict | DrillJob | ResizeJob | Save,
+    kind: type[A],
+    deadline_s: float = DEADLINE_S,
 ) -> tuple[A, str]:
     """The answer of the first daemon that can say, or the best of those that cannot, and whose it is.
 
@@ -75,7 +87,7 @@ def ask_any(
 
 def ask(
     name: str,
-    question: Evict | ResizeJob | Save | Read | WhatIsKept | WhatIsWell,
+    question: Evict | DrillJob | ResizeJob | Save | Read | WhatIsKept | WhatIsWell,
     kind: type[B],
     deadline_s: float = DEADLINE_S,
 ) -> B:
@@ -106,7 +118,9 @@ def ask(
         raise PeerError(f"no ckptlessd answers at {name} ({error.strerror or error})") from error
 
 
-def tell(asked: Asked, answer: Evicted | Resized | Saved, well: Collection[str], **document: Any) -> None:
+def tell(
+    asked: Asked, answer: Evicted | Drilled | Resized | Saved, well: Collection[str], **document: Any
+) -> None:
     """Print what a daemon has said, `document` with --json. Raises unless its verdict is one of `well`."""
     text = render.harmless(answer.text)
     if asked.as_json:

@@ -2,6 +2,7 @@
 
 import functools
 import os
+import sys
 from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
@@ -82,6 +83,18 @@ def for_job(command: Callable[Concatenate[Asked, ...], None]) -> Callable[..., N
     """The same for what is done to a job, which has to be named."""
     argument = click.argument("first_job", metavar="JOB")
     return argument(common(command))
+
+
+def at_a_terminal() -> bool:
+    """Whether somebody can be asked."""
+    return sys.stdin.isatty()
+
+
+def confirm(question: str) -> None:
+    """Ask at the terminal. Raises UsageError where there is none, and click.Abort for a no."""
+    if not at_a_terminal():
+        raise UsageError("nobody can be asked here: say --yes")
+    click.confirm(question, abort=True, err=True)
 
 
 def wants_json(context: click.Context, *, as_json: bool) -> bool:

@@ -15,6 +15,7 @@ from ckptless.daemon.ckptlessd.planning.faults import SECONDARY
 from ckptless.daemon.ledger.merge import Snapshot
 from ckptless.daemon.ledger.precedence import ENDED
 from ckptless.daemon.protocol.records import (
+    DRILL,
     REFUSALS,
     VOTE_AGAIN,
     VOTE_LOST,
@@ -133,6 +134,12 @@ def voteless(found: Snapshot) -> tuple[str, ...]:
         if event.kind in (VOTE_LOST, VOTE_AGAIN) and (known is None or event.at_s >= known.at_s):
             last[event.node] = event
     return tuple(event.text for _, event in sorted(last.items()) if event.kind == VOTE_LOST)
+
+
+def last_drill(found: Snapshot) -> EventRecord | None:
+    """The latest word on a drill."""
+    told = [event for event in found.events if event.kind == DRILL]
+    return max(told, key=lambda event: event.at_s, default=None)
 
 
 def spares_left(found: Snapshot) -> int:

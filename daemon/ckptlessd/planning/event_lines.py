@@ -5,8 +5,8 @@ from typing import NamedTuple
 
 from ckptless.daemon.ckptlessd.planning.faults import SECONDARY, Fault, Finding, NodeLost, NodeView
 from ckptless.daemon.protocol.limits import runs
-from ckptless.daemon.protocol.messages import Assignment
-from ckptless.daemon.protocol.records import Level, Subject
+from ckptless.daemon.protocol.messages import Assignment, Drill, Place
+from ckptless.daemon.protocol.records import DRILL, Level, Subject
 
 # Ranks end within moments of each other; who is this much earlier than another has left it alone.
 EARLY_S = 3.0
@@ -52,6 +52,8 @@ def fault_line(fault: Finding, nodes: Mapping[int, NodeView]) -> Line:
     where = f" ({', '.join(place)})" if place else ""
     # Nobody knows whose it is that there is no step.
     text = _what(fault) if fault.kind == "stall" else f"{who}{where} {_what(fault)}"
+    if fault.source == "drill":
+        text += " (drill)"
     return Line("warning", KINDS.get(fault.kind, fault.kind), text, about)
 
 
@@ -103,6 +105,21 @@ def loss_line(loss: NodeLost, view: NodeView, assignment: Assignment | None) -> 
     if loss.source in ("operator", "health"):
         return Line("warning", "evicted", f"{who} is {one_line(loss.reason)}", about)
     return Line("warning", "node-lost", f"{who} is lost: {one_line(loss.reason)} ({loss.source})", about)
+
+
+def drill_text(drill: Drill) -> str:
+    """Return what somebody has asked for."""
+    when = f" once step {drill.step} is done" if drill.step > 0 else ""
+    return f"uid {drill.uid} asks for a drill: {drill.what}{when}"
+
+
+def strike_line(drill: Drill, place: Place, nodes: Mapping[int, NodeView]) -> Line:
+    """A drill is done now, to the process in this slot or to the node's agent."""
+    name = name_of(nodes, place.node)
+    slot = None if drill.rank is None else place.slot
+    where = f"on {name}" if slot is None else f"on {name}, slot {slot}"
+    about = Subject(node=place.node, name=name, slot=slot, rank=drill.rank)
+    return Line("warning", DRILL, f"drill of uid {drill.uid}: {drill.what} ({where})", about)
 
 
 def returned_early(assignment: Assignment, nodes: Mapping[int, NodeView]) -> Line | None:

@@ -91,12 +91,14 @@ class _Answers:
     """The ladder's decisions: slots to renew, slots that may hold no rank any more, the highest rung.
 
     `flapping` are slots to renew that a rank had better leave; `suspect` too, to another node.
+    `drilled`: slots to renew after a drill.
     """
 
     renew: set[Place] = field(default_factory=set)
     bad: set[Place] = field(default_factory=set)
     flapping: set[Place] = field(default_factory=set)
     suspect: set[Place] = field(default_factory=set)
+    drilled: set[Place] = field(default_factory=set)
     rung: str = "in-process"
     tries: list[Tries] = field(default_factory=list)
 
@@ -195,7 +197,10 @@ def _answer_all(now: Situation) -> _Answers:
         if fault.finding.kind == "no-room":
             reason = one_line(fault.finding.detail)
             raise NoPlanError(Outcome(state="failed", exit_code=EXIT_USAGE, reason=reason, why="no-room"))
-        _answer(now, fault, answers)
+        if fault.finding.source == "drill" and fault.finding.kind != "node-lost":
+            _answer_drill(fault.finding, answers)
+        else:
+            _answer(now, fault, answers)
     counted = {tries.cause for tries in answers.tries}
     # Causes that did not come this time are remembered until the job has made progress.
     answers.tries += [
@@ -232,6 +237,15 @@ def _answer(now: Situation, fault: Fault, answers: _Answers) -> None:
         _answer_corruption(now, fault, count, answers)
         return
     _answer_death(now, fault, count, answers)
+
+
+def _answer_drill(finding: Finding, answers: _Answers) -> None:
+    """A process was killed on purpose, or hangs: nothing is wrong with its slot, and no budget counts it."""
+    if finding.kind not in SECONDARY:
+        place = Place(node=finding.node, slot=finding.slot or 0)
+        answers.renew.add(place)
+        answers.drilled.add(place)
+        answers.raise_to("process")
 
 
 def _answer_corruption(now: Situation, fault: Fault, count: int, answers: _Answers) -> None:
@@ -317,8 +331,9 @@ def _remembered(now: Situation, answers: _Answers, left: set[Place]) -> tuple[Re
     What has computed wrongly, and was `left`, counts as flapping: it is taken when nothing else is there.
     """
     most = now.spec.limits.flap_tries
-    places = {*(old.place for old in now.current.replaced), *answers.renew}
-    times_of = {p: most if p in left else p in answers.renew for p in places}
+    renewed = answers.renew - answers.drilled
+    places = {*(old.place for old in now.current.replaced), *renewed}
+    times_of = {p: most if p in left else p in renewed for p in places}
     at = {p: _lately(now, p) + (now.now_s,) * times_of[p] for p in sorted(places)}
     return tuple(Replaced(place=place, at_s=times[-most:]) for place, times in at.items() if times)
 

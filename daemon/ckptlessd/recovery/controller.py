@@ -101,7 +101,7 @@ class Controller:
         job.out.clear()
         return out
 
-    def _take(self, event: e.Input, now: float) -> None:  # noqa: C901, PLR0912  # a line for each kind of input
+    def _take(self, event: e.Input, now: float) -> None:  # noqa: C901, PLR0912, PLR0915  # a line for each
         job = self.job
         match event:
             case e.Report():
@@ -127,6 +127,8 @@ class Controller:
                 self._leaving(event)
             case e.NodeLost():
                 job.lose(event)
+            case e.DrillAsked():
+                self._following.drill_asked(event, now)
             case e.OrderFrom():
                 self._following.order(event, now)
             case e.Said():

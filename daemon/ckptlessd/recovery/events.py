@@ -12,6 +12,7 @@ from ckptless.daemon.protocol.limits import (
     OF_RANKS,
     NodeNumber,
     Number,
+    Seconds,
     Text,
 )
 from ckptless.daemon.protocol.peers.agreement import Say
@@ -87,6 +88,15 @@ class Drained:
 
 
 @dataclass(frozen=True)
+class DrillAsked:
+    """A drill is asked for at the daemon of `node`; it is done within `left_s`, or not at all."""
+
+    node: NodeNumber
+    drill: m.Drill
+    left_s: Seconds
+
+
+@dataclass(frozen=True)
 class OrderFrom:
     """A leader's order."""
 
@@ -148,6 +158,7 @@ Input: TypeAlias = (
     | Apart
     | Unwell
     | Drained
+    | DrillAsked
     | OrderFrom
     | Said
     | Witnessed

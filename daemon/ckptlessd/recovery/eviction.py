@@ -1,11 +1,11 @@
-"""Pure: whether a node may be taken out of a job that runs, because somebody says so."""
+"""Pure: whether a node may be taken out of a job that runs, or a drill be done, because somebody says so."""
 
 from collections.abc import Mapping, Sequence
 
 from ckptless.daemon.ckptlessd.planning import resizing
 from ckptless.daemon.ckptlessd.planning.faults import NodeView
 from ckptless.daemon.ckptlessd.recovery.job_state import JobState
-from ckptless.daemon.protocol.messages import Assignment, Place
+from ckptless.daemon.protocol.messages import Assignment, Drill, Place
 from ckptless.daemon.protocol.requests import EvictionSource
 
 
@@ -57,6 +57,27 @@ def refusal(job: JobState, node: int, *, force: bool) -> str | None:
     known = {0: "ranks of nodes that are lost have", 1: "its rank has"}
     words = known.get(ranks, f"its {ranks} ranks have")
     return f"{words} no spare to go to ({short} too few), and the job would end; --force does it all the same"
+
+
+def drill_refusal(job: JobState, drill: Drill) -> str | None:
+    """Return why a drill cannot be done now, or None."""
+    assignment, spec = job.assignment, job.spec
+    if job.outcome is not None:
+        return f"the job is over: {job.outcome.reason}"
+    if assignment is None or spec is None:
+        return "the job has not begun yet"
+    if job.stage != "running":
+        return "it does not train: it begins, ends, or recovers from a fault"
+    if drill.rank is not None and drill.rank >= len(assignment.places):
+        return f"there is no rank {drill.rank}, only 0 to {len(assignment.places) - 1}"
+    if not spec.recovers and not drill.force:
+        return "nothing answers faults with --tier 1, and the job would end; --force does it all the same"
+    if drill.node is None:
+        return None
+    view = job.nodes[drill.node]
+    if view.lost is not None or drill.node not in assignment.members:
+        return f"node-{drill.node} is out of the job: {view.lost or 'it has not come yet'}"
+    return refusal(job, drill.node, force=drill.force)
 
 
 def can_shrink(job: JobState, node: int) -> bool:

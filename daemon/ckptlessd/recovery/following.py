@@ -8,15 +8,17 @@ from dataclasses import dataclass, field
 
 from msgspec import structs
 
+from ckptless.daemon.ckptlessd.planning import event_lines
 from ckptless.daemon.ckptlessd.planning.event_lines import Line
 from ckptless.daemon.ckptlessd.planning.faults import NodeView
 from ckptless.daemon.ckptlessd.planning.sources import Same, once
 from ckptless.daemon.ckptlessd.recovery.election import Election
-from ckptless.daemon.ckptlessd.recovery.events import Forward, OrderFrom, Report, Stage, ToAgent
+from ckptless.daemon.ckptlessd.recovery.events import DrillAsked, Forward, OrderFrom, Report, Stage, ToAgent
 from ckptless.daemon.ckptlessd.recovery.job_state import JobState, introduction
 from ckptless.daemon.ckptlessd.recovery.snapshots import NODES_A_SECOND, REPORT_INTERVAL_S, Snapshots
 from ckptless.daemon.protocol import messages as m
 from ckptless.daemon.protocol.peers.agreement import Ballot
+from ckptless.daemon.protocol.records import DRILL
 from ckptless.daemon.replication.protection import FEW_NODES as FEW
 
 # Where an order takes a job, for whoever obeys it.
@@ -127,6 +129,13 @@ class Following:
         self.job.meet(self.job.leader)
         self.tell_leader()
 
+    def drill_asked(self, event: DrillAsked, now: float) -> None:
+        """A drill waits from now on, until the leader has it done."""
+        job, here = self.job, event.node == self.job.me
+        job.drills.ask(event.drill, now + event.left_s, here=here)
+        if here:
+            job.note(now, "info", DRILL, event_lines.drill_text(event.drill))
+
     # -------------------------------------------------------------------------------------- orders
 
     def order(self, event: OrderFrom, now: float) -> None:
@@ -155,6 +164,11 @@ class Following:
             text = f"{kind.__name__} of generation {order.generation}; this is {job.generation}"
             job.note(now, "info", "order-refused", text)
             return
+        if isinstance(order, m.Strike):
+            # A daemon that has just started may not know the job's limits: its agent has to tell.
+            job.drills.strike(order, now, job.spec.limits.stall_s if job.spec is not None else 0.0)
+            job.out.append(ToAgent(order))
+            return
         if kind is self._obeyed and job.follows:
             # Said again: what this node has reported since may be what the leader waits for.
             self.tell_leader()
@@ -169,6 +183,8 @@ class Following:
         """Time has passed; nothing is to do before an agent has said what the job is."""
         if self.job.spec is None:
             return
+        if (overdue := self.job.drills.expire(now)) is not None:
+            self.job.note(now, "warning", DRILL, f"not done in time: {event_lines.drill_text(overdue)}")
         if now - self._reminded >= self.job.remind_s:
             self._reminded = now
             self._remind()

@@ -9,6 +9,7 @@ from dataclasses import dataclass, field
 from ckptless.daemon.ckptlessd.consensus.agreement import Agreement
 from ckptless.daemon.ckptlessd.consensus.lease import Lease
 from ckptless.daemon.ckptlessd.consensus.quorum import is_quorum
+from ckptless.daemon.ckptlessd.planning.drills import Drills
 from ckptless.daemon.ckptlessd.planning.event_lines import Line
 from ckptless.daemon.ckptlessd.planning.faults import NodeView
 from ckptless.daemon.ckptlessd.recovery import ledger_rows
@@ -75,6 +76,7 @@ class JobState:
     move_stragglers: int = 0
     touched: set[int] = field(default_factory=set)
     lease: Lease = field(default_factory=Lease)
+    drills: Drills = field(default_factory=Drills)
     cancelled: m.Cancel | None = None
     # The newest word on how many nodes the job is to have.
     resize: m.Resize | None = None

@@ -9,9 +9,9 @@ before anybody hears of it; the orders between are the leader's own.
 from collections.abc import Collection, Iterable
 from dataclasses import dataclass, field
 
-from ckptless.daemon.ckptlessd.planning import plan, twins_agree
+from ckptless.daemon.ckptlessd.planning import event_lines, plan, twins_agree
 from ckptless.daemon.ckptlessd.planning.faults import Finding
-from ckptless.daemon.ckptlessd.recovery import ledger_rows
+from ckptless.daemon.ckptlessd.recovery import eviction, ledger_rows
 from ckptless.daemon.ckptlessd.recovery.drawing import Drawing
 from ckptless.daemon.ckptlessd.recovery.events import Broadcast, NodeLost
 from ckptless.daemon.ckptlessd.recovery.fencing import FORMING_DEADLINE_S
@@ -27,6 +27,7 @@ from ckptless.daemon.ckptlessd.recovery.stragglers import Stragglers
 from ckptless.daemon.ckptlessd.recovery.voters import Voters
 from ckptless.daemon.protocol import messages as m
 from ckptless.daemon.protocol.peers.agreement import Decree
+from ckptless.daemon.protocol.records import DRILL
 
 # An order is said again after so long, and more often where it is short: so often within the time that agents
 # have to stop, since whoever has not heard of it by then is given up.
@@ -103,6 +104,8 @@ class Leading:
             self._advance(progress, now)
         if job.stage == "stopping":
             self._replan(progress, job.spec, now)
+        if job.stage == "running":
+            self._strike(progress, now)
         if job.stage in ("running", "releasing"):
             # A new generation names new voters, too; to ask for them first would only delay it.
             self._mend_voters(now)
@@ -259,6 +262,24 @@ class Leading:
     def _see_step(self, newest: int, now: float) -> None:
         if newest > self.step:
             self.step, self.job.moved = newest, now
+
+    def _strike(self, progress: GenerationProgress, now: float) -> None:
+        """Have the drill that waits for its step done, if there is one; or tell once why it waits on."""
+        drills = self.job.drills
+        drill, assignment = drills.waiting, progress.assignment
+        # A new leader first hears of all ranks.
+        if drill is None or self.step < drill.step or not progress.all_have("restored"):
+            return
+        if (why := eviction.drill_refusal(self.job, drill)) is not None:
+            if drills.waits_for != why:
+                drills.waits_for = why
+                self.job.note(now, "warning", DRILL, f"{event_lines.drill_text(drill)}; it waits: {why}")
+            return
+        # Of a node the slot is none in particular.
+        node = m.Place(node=drill.node or 0, slot=0)
+        place = node if drill.rank is None else assignment.places[drill.rank]
+        self.job.announce(event_lines.strike_line(drill, place, self.job.nodes), now)
+        self._broadcast(m.Strike(generation=assignment.generation, place=place, drill=drill), now)
 
     # ------------------------------------------------------------------------------- stop, and plan
 

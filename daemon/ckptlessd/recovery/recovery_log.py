@@ -37,6 +37,7 @@ class RecoveryLog:
     def add(self, finding: Finding, assignment: m.Assignment, now: float) -> None:
         """Note a fault of the generation, where it is not known already."""
         job = self.job
+        finding = job.drills.marked(finding, assignment.generation, now)
         fault_id = f"g{assignment.generation}.t{job.term}.{len(self.faults) + 1}"
         fault = self._log.add(finding, fault_id)
         if fault is None:

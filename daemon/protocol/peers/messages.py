@@ -28,7 +28,7 @@ from ckptless.daemon.protocol.limits import (
     TryCount,
     clip_texts,
 )
-from ckptless.daemon.protocol.messages import FromAgent, Introduction, Message, Order
+from ckptless.daemon.protocol.messages import Drill, FromAgent, Introduction, Message, Order
 from ckptless.daemon.protocol.peers.agreement import NO_BALLOT, Ballot, Say
 from ckptless.daemon.protocol.peers.membership import Beat, Have, Saw, Suspect, Want
 from ckptless.daemon.protocol.records import FaultSource, Record
@@ -145,6 +145,13 @@ class Gone(PeerMessage, frozen=True, kw_only=True):
         clip_texts(self, "reason")
 
 
+class DrillAsked(PeerMessage, frozen=True, kw_only=True):
+    """Somebody has asked the sender for a drill: the leader has it done, within `left_s`."""
+
+    drill: Drill
+    left_s: Seconds
+
+
 class JobKey(PeerMessage, frozen=True, kw_only=True):
     """The key that the job's agents know each other by, masked for this connection (`Link.mask`)."""
 
@@ -152,7 +159,7 @@ class JobKey(PeerMessage, frozen=True, kw_only=True):
     masked: Key
 
 
-Said: TypeAlias = Meeting | Forwarded | Ordered | Agree | Packed | Rows | Gone
+Said: TypeAlias = Meeting | Forwarded | Ordered | Agree | Packed | Rows | Gone | DrillAsked
 
 
 class Relayed(PeerMessage, frozen=True, kw_only=True):

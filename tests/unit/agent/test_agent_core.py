@@ -140,6 +140,39 @@ def test_an_assignment_that_is_not_newer_changes_nothing(node: Node, generation:
     assert node.phases() == ["assigned", "waiting"]
 
 
+RANK = m.Drill(kind="kill-rank", rank=2, uid=0)
+PAUSE = m.Drill(kind="pause-rank", rank=2, for_s=2.5, uid=0)
+NODE = m.Drill(kind="kill-agent", node=ME, uid=0)
+
+
+def strike(drill: m.Drill, generation: int = 1, slot: int = 1, node: int = ME) -> m.Strike:
+    return m.Strike(generation=generation, place=place(slot, node), drill=drill)
+
+
+def test_what_a_drill_does(node: Node) -> None:
+    births = node.train(assignment(1, place(0), place(1)))
+    assert node.obey(strike(PAUSE)) == [a.PauseProcess(births[1], 2.5)]
+    assert node.obey(strike(NODE, slot=0)) == [a.KillAgent()]
+    assert node.obey(strike(RANK)) == [a.KillProcess(births[1])]
+    # Its death is told as any other.
+    node.core.exited(births[1], -9, "was ended by SIGKILL", 1.0)
+    assert node.causes() == [None, "died"]
+    node.out()
+    assert node.obey(strike(RANK)) == [], "it is dead"
+
+
+def test_a_drill_of_another_node_or_generation_is_none(node: Node) -> None:
+    assert node.obey(strike(RANK)) == []
+    node.train(assignment(1, place(0), place(1)))
+    for drill in (RANK, PAUSE, NODE):
+        assert node.obey(strike(drill, node=0)) == []
+        assert node.obey(strike(drill, generation=2)) == []
+    node.obey(m.Stop(generation=1, reason="x"))
+    assert node.obey(strike(RANK)) == [], "the generation is stopped"
+    node.assign(assignment(2, place(0), place(1)))
+    assert node.obey(strike(RANK)) == []
+
+
 def test_a_process_that_lives_is_replaced_where_the_assignment_says_so(node: Node) -> None:
     births = node.train(assignment(1, place(0), place(1)))
     said = node.assign(assignment(2, place(0), place(1), renew=(place(1),)))

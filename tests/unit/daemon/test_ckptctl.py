@@ -592,6 +592,22 @@ def test_timeline(run: Run) -> None:
     assert row.split() == ["2", "process", "process-died", "40", *["10.0"] * 7, "70.0", "recovered"]
 
 
+def test_a_drill_is_told_as_one(run: Run, state_dir: Path) -> None:
+    assert "drill" not in run("status").stdout
+    assert document(run("status", "--json"))["drill"] is None
+    told = [structs.replace(event(n, text), kind="drill") for n, text in ((7, "asks"), (9, "done"), (8, "x"))]
+    drilled = structs.replace(fault(9), source="drill")
+    write(state_dir / "node-0" / "ledger.db", drilled, recovery(9, 0.01), *told)
+    shown = run("status").stdout
+    assert re.search(r"^last drill: \S+ \S+  done$", shown, re.MULTILINE)
+    assert "process-died (drill)  node 1 slot 0 rank 1: SIGKILL" in shown
+    assert document(run("status", "--json"))["drill"]["text"] == "done"
+    first, second = lines(run("timeline"))[1:]
+    assert "(drill)" not in first
+    assert "process-died (drill)" in second
+    assert document(run("timeline", "--json"))["recoveries"][1]["fault_sources"] == ["drill"]
+
+
 def test_timeline_sums_up_the_recoveries_that_succeeded(run: Run, state_dir: Path) -> None:
     ledger = state_dir / "node-0" / "ledger.db"
     write(ledger, recovery(3, 9.0, outcome="superseded"), recovery(4, 0.02))

@@ -16,7 +16,7 @@ from ckptless.daemon.protocol import version
 from ckptless.daemon.protocol.codec import PROTOCOL, Decoder, encode
 from ckptless.daemon.protocol.errors import BadVersionError, MismatchError, ProtocolError
 from ckptless.daemon.protocol.peers import messages as p
-from ckptless.daemon.protocol.requests import Evict, Evicted, Resized, ResizeJob
+from ckptless.daemon.protocol.requests import Drilled, DrillJob, Evict, Evicted, Resized, ResizeJob
 
 LIMIT = 1 << 16
 
@@ -50,11 +50,13 @@ evictions = st.builds(
 )
 KINDS: list[Any] = [
     *(m.FromRank, m.ToRank, m.FromAgent, m.Order, p.DaemonMessage, p.AgentMessage),
-    m.FromAgent | m.Notice | Evict | ResizeJob,
+    m.FromAgent | m.Notice | Evict | DrillJob | ResizeJob,
     Evicted | m.Denied,
     Resized | m.Denied,
+    Drilled | m.Denied,
 ]
 EVICT = {"type": "Evict", "protocol": 1, "job": "7", "node": "n1", "source": "operator"}
+DRILL = {"type": "DrillJob", "protocol": 1, "job": "7", "kind": "pause-rank", "target": "3", "for_s": 1.0}
 RESIZE = {"type": "ResizeJob", "protocol": 1, "job": "7", "nodes": None}
 
 
@@ -212,3 +214,47 @@ def test_a_wish_for_another_size_is_taken_strictly(change: dict[str, object]) ->
     without = {name: value for name, value in RESIZE.items() if name != "nodes"}
     with pytest.raises(ProtocolError):
         decoder(kind).feed(frame(msgspec.msgpack.encode(without)))
+
+
+@pytest.mark.parametrize(
+    "change",
+    [
+        *({"job": job} for job in ("", "7" * 257, None)),
+        *({"kind": kind} for kind in ("kill", "cut", "", None)),
+        *({"target": target} for target in ("", "7" * 257, 3)),
+        *({"step": step} for step in (-1, 1 << 62, 1.5, None)),
+        *({"for_s": for_s} for for_s in (-0.1, 3600.1, None, "1")),
+        *({"deadline_s": deadline_s} for deadline_s in (0.0, -1.0, 86400.5)),
+        *({"force": 1}, {"uid": 0}),
+    ],
+)
+def test_a_drill_is_taken_strictly(change: dict[str, object]) -> None:
+    kind = m.FromAgent | m.Notice | Evict | DrillJob
+    (good,) = decoder(kind).feed(frame(msgspec.msgpack.encode(DRILL)))
+    assert good == DrillJob(protocol=1, job="7", kind="pause-rank", target="3", for_s=1.0)
+    with pytest.raises(ProtocolError):
+        decoder(kind).feed(frame(msgspec.msgpack.encode({**DRILL, **change})))
+
+
+@pytest.mark.parametrize(
+    "drill",
+    [
+        *({"kind": kind} for kind in ("kill-rank", "pause-rank", "kill-agent")),
+        {"kind": "kill-rank", "rank": 1, "node": 1},
+        {"kind": "kill-agent", "rank": 1},
+        {"kind": "kill-agent", "node": 1 << 16},
+        {"kind": "kill-rank", "rank": 1 << 18},
+        {"kind": "kill-rank", "rank": 1, "step": -2},
+    ],
+)
+def test_what_is_no_drill_does_not_come_from_a_daemon(drill: dict[str, object]) -> None:
+    asked = {
+        "type": "DrillAsked",
+        "job": "7",
+        "drill": {"kind": "kill-rank", "rank": 1, "uid": 0},
+        "left_s": 1.0,
+    }
+    (good,) = decoder(p.DaemonMessage).feed(frame(msgspec.msgpack.encode(asked)))
+    assert good == p.DrillAsked(job="7", drill=m.Drill(kind="kill-rank", rank=1, uid=0), left_s=1.0)
+    with pytest.raises(ProtocolError):
+        decoder(p.DaemonMessage).feed(frame(msgspec.msgpack.encode({**asked, "drill": {**drill, "uid": 0}})))

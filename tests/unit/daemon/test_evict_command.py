@@ -14,9 +14,9 @@ import click.testing
 import msgspec
 import pytest
 
-from ckptless.daemon.ckptctl import evict as command_module
 from ckptless.daemon.ckptctl.main import ckptctl
 from ckptless.daemon.ckptctl.shared import ask as ask_module
+from ckptless.daemon.ckptctl.shared import options as options_module
 from ckptless.daemon.protocol.codec import CONTROL_LIMIT, Decoder, encode
 from ckptless.daemon.protocol.errors import PeerError
 from ckptless.daemon.protocol.messages import Denied
@@ -229,7 +229,7 @@ def test_at_a_terminal_it_asks(
     daemons: Daemons, monkeypatch: pytest.MonkeyPatch, said: str, code: int
 ) -> None:
     daemon = daemons.system(DONE)
-    monkeypatch.setattr(command_module, "_at_a_terminal", lambda: True)
+    monkeypatch.setattr(options_module, "at_a_terminal", lambda: True)
     done = click.testing.CliRunner().invoke(ckptctl, ["evict", "7", "n02"], input=said)
     assert done.exit_code == code
     assert "Take n02 out of job 7?" in done.stderr

@@ -4,7 +4,9 @@ from __future__ import annotations
 
 import pytest
 
-from ckptless.daemon.ckptlessd.down_nodes import newly_down, newly_leaving
+from ckptless.daemon.ckptlessd.down_nodes import is_dead, newly_down, newly_leaving
+from ckptless.daemon.ckptlessd.planning.faults import NodeView
+from ckptless.daemon.protocol.records import FaultSource
 from ckptless.daemon.slurm.adapter import Node
 
 NAMES = ("node01", "node02", "node03")
@@ -47,3 +49,15 @@ def test_a_name_that_has_come_again_is_the_later_number() -> None:
     names = (*NAMES, "node02")
     down = node("node02", "DOWN", reason="power")
     assert newly_down(names, (1,), [down]) == [(3, "Slurm has it down: power")]
+
+
+@pytest.mark.parametrize(
+    ("source", "dead"),
+    [
+        *((source, True) for source in ("membership", "agent", "slurm", "lease")),
+        *((source, False) for source in ("operator", "health", "drill")),
+    ],
+)
+def test_whether_its_batch_script_may_live(source: FaultSource, dead: bool) -> None:
+    assert is_dead(NodeView(0, lost="gone", lost_source=source)) is dead
+    assert not is_dead(NodeView(0, lost_source=source))

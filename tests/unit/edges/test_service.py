@@ -22,7 +22,7 @@ from ckptless.daemon.protocol import messages as m
 from ckptless.daemon.protocol.codec import CONTROL_LIMIT, Decoder, encode
 from ckptless.daemon.protocol.errors import PeerError
 from ckptless.daemon.protocol.model import NO_RUN
-from ckptless.daemon.protocol.requests import Evict, Evicted, Resized, ResizeJob
+from ckptless.daemon.protocol.requests import Drilled, DrillJob, Evict, Evicted, Resized, ResizeJob
 from ckptless.daemon.settings.config import DaemonConfig, Peer, Timers
 from ckptless.daemon.transport.credentials import KeyCredentials
 
@@ -561,6 +561,28 @@ def test_a_job_that_is_not_elastic_keeps_its_size(serve: Serve) -> None:
             writer.close()
             assert answer.verdict == verdict
             assert ("it is not elastic: start it with --min-nodes" in answer.text) is (job == "4711")
+
+    serve(scenario)
+
+
+@root_only
+def test_another_user_has_no_drill_of_it(serve: Serve) -> None:
+    async def scenario(site: Site) -> None:
+        await site.trains()
+        words = encode(DrillJob(protocol=m.PROTOCOL, job="4711", kind="kill-rank", target="0", step=99))
+        data = await asyncio.to_thread(as_stranger, site.socket, words, listens=False)
+        decoder: Decoder[Drilled] = Decoder(Drilled, CONTROL_LIMIT)
+        (answer,) = decoder.feed(data)
+        assert (answer.verdict, answer.text) == (
+            "unknown",
+            f"no job '4711' that uid {STRANGER} may touch runs here",
+        )
+        reader, writer = await asyncio.open_unix_connection(site.socket)
+        writer.write(words)
+        (answer,) = decoder.feed(await reader.read(1 << 16))
+        writer.close()
+        assert answer.verdict == "refused"
+        assert "no drill of job 4711: it does not train" in answer.text
 
     serve(scenario)
 
