@@ -101,6 +101,11 @@ GROUPS: Mapping[str, Mapping[str, Meaning]] = {
             "A site's own code in the agent?",
         ),
     },
+    "Drills": {
+        "drill": Meaning(
+            "Who wanted which fault by `ckptctl drill`, that it was done, or why not. The node is well"
+        ),
+    },
     "Slow ranks": {
         "straggler": Meaning(
             "A rank is slower than the others by its own work, for a while; with what, the text says",
