@@ -185,6 +185,7 @@ format: $(STAMP)
 .PHONY: options
 options: $(STAMP)
 	$(BIN)/python docs/options.py
+	$(BIN)/python docs/metrics.py
 
 clean:
 	rm -rf build dist out .mypy_cache .ruff_cache .pytest_cache .import_linter_cache .hypothesis

@@ -10,12 +10,14 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Literal, TypeAlias
 
+from ckptless import __version__
 from ckptless.daemon.ckptlessd.admission import Admission
 from ckptless.daemon.ckptlessd.clock import Clock
 from ckptless.daemon.ckptlessd.cluster import Cluster
 from ckptless.daemon.ckptlessd.consensus.quorum import first_decree
 from ckptless.daemon.ckptlessd.health.watch import Health
 from ckptless.daemon.ckptlessd.job_host import JobHost, Surroundings
+from ckptless.daemon.ckptlessd.metrics.readings import Facts, LedgerFacts
 from ckptless.daemon.ckptlessd.peering import Roster
 from ckptless.daemon.ckptlessd.planning.event_lines import Line
 from ckptless.daemon.ckptlessd.recovery import eviction, ledger_rows
@@ -127,6 +129,18 @@ class Service:
         """Return the jobs that run, and those that ended lately."""
         return tuple(self._jobs.values())
 
+    def facts(self) -> Facts:
+        """Return what its metrics are made of."""
+        ledger = self.ledger
+        return Facts(
+            jobs={job.job: job.session.control for job in self.jobs},
+            tally=self._around.tally,
+            ledger=LedgerFacts(ledger.nbytes, ledger.waiting, ledger.lost, not ledger.trouble),
+            health=self.health.report(evidence=False) if self.health is not None else None,
+            version=__version__,
+            now=self.now(),
+        )
+
     async def run(self, stop: asyncio.Event) -> None:
         """Serve until `stop` is set. Raises OSError where an address is taken."""
         listening: socket.socket | None = None
@@ -166,7 +180,10 @@ class Service:
 
     async def _tick(self) -> None:
         while True:
+            due_s = self.now() + TICK_S
             await asyncio.sleep(TICK_S)
+            jobs = ((job.job, job.session.control) for job in self.jobs)
+            self._around.tally.look(jobs, max(0.0, self.now() - due_s))
             for name, job in list(self._jobs.items()):
                 if not self._ticked(job) or job.forgettable:
                     del self._jobs[name]

@@ -117,6 +117,7 @@ health:
   commands: {nhc: "/usr/sbin/nhc -a"}
   actions: {xid-13: drain, our-own: move}
   move_stragglers: 10
+metrics: {listen: "10.1.0.7:9821", allow: [10.1.0.0/16], textfile: /var/c.prom, jobs: true}
 budgets: {raise_tries: 2, process_tries: 4, flap_tries: 6, flap_window: 30m}
 """
     )
@@ -143,6 +144,8 @@ budgets: {raise_tries: 2, process_tries: 4, flap_tries: 6, flap_window: 30m}
     assert health.commands == {"nhc": "/usr/sbin/nhc -a"}
     assert health.actions == {"xid-13": "drain", "our-own": "move"}
     assert files.load(as_yaml(found)).health == health
+    assert (found.metrics.listen, found.metrics.allow) == ("10.1.0.7:9821", ("10.1.0.0/16",))
+    assert (found.metrics.textfile, found.metrics.jobs) == ("/var/c.prom", True)
     assert found.limits(start_tries=2) == Limits(
         pong_s=5.0,
         leave_s=7.5,
