@@ -14,6 +14,8 @@ from contextlib import contextmanager, suppress
 from pathlib import Path
 
 import pytest
+from hypothesis import example, given
+from hypothesis.strategies import binary
 from prometheus_client.openmetrics import parser as openmetrics
 from prometheus_client.parser import text_string_to_metric_families
 
@@ -21,7 +23,14 @@ from ckptless.daemon.ckptlessd.main import serving as serving_of
 from ckptless.daemon.ckptlessd.metrics import serving
 from ckptless.daemon.ckptlessd.metrics.catalog import METRICS
 from ckptless.daemon.ckptlessd.metrics.readings import Facts
-from ckptless.daemon.ckptlessd.metrics.serving import Metrics, Server, may_ask, status_of, write
+from ckptless.daemon.ckptlessd.metrics.serving import (
+    Metrics,
+    Server,
+    accepts_open_metrics,
+    may_ask,
+    status_of,
+    write,
+)
 from ckptless.daemon.ckptlessd.recovery.events import NodeLost
 from ckptless.daemon.protocol.errors import UsageError
 from ckptless.daemon.settings.options import MetricsSettings
@@ -150,6 +159,13 @@ def test_only_one_thing_can_be_asked(request_: bytes, status: str) -> None:
         assert (await ask(port, GET))[0] == "HTTP/1.1 200 OK"
 
     serves(scenario)
+
+
+@given(binary(max_size=200))
+@example(b"GET /metrics HTTP/1.1\r\nAccept: \xff\r\n\r\n")
+def test_whatever_bytes_come_there_is_an_answer(head: bytes) -> None:
+    assert status_of(head)[:3] in ("200", "400", "404", "405")
+    assert accepts_open_metrics(head) in (False, True)
 
 
 def test_who_says_nothing_or_goes_away_is_let_go(monkeypatch: pytest.MonkeyPatch) -> None:
