@@ -93,6 +93,7 @@ class JobHost:
     def tick(self) -> None:
         """Time has passed."""
         self.session.tick()
+        self.tally.look(self.job, self.session.control)
         if dropped := self._events.dropped(self.now()):
             text = f"{dropped} events of this node's agent are not written: it tells too many"
             self.note("warning", "events-dropped", text)

@@ -182,8 +182,7 @@ class Service:
         while True:
             due_s = self.now() + TICK_S
             await asyncio.sleep(TICK_S)
-            jobs = ((job.job, job.session.control) for job in self.jobs)
-            self._around.tally.look(jobs, max(0.0, self.now() - due_s))
+            self._around.tally.delays.add(max(0.0, self.now() - due_s))
             for name, job in list(self._jobs.items()):
                 if not self._ticked(job) or job.forgettable:
                     del self._jobs[name]

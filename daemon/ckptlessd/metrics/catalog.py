@@ -77,9 +77,7 @@ OF_LED = (
     ),
     Metric("ckptless_state_parts_lost", "gauge", "The same that no node holds."),
     Metric("ckptless_steps", "counter", "Steps that these jobs have done, those done again as well."),
-    Metric(
-        "ckptless_faults", "counter", "Faults that were answered, and who has seen them.", ("kind", "source")
-    ),
+    Metric("ckptless_faults", "counter", "Faults of these jobs, and who has seen them.", ("kind", "source")),
     Metric(
         "ckptless_recoveries",
         "counter",

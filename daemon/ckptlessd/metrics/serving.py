@@ -177,11 +177,15 @@ class Server:
             oldest.cancel()
         task = loop.create_task(self._talk(sock))
         self._open[task] = None
-        task.add_done_callback(lambda task: self._open.pop(task, None))
+        task.add_done_callback(lambda task: self._gone(task, sock))
+
+    def _gone(self, task: "asyncio.Task[None]", sock: socket.socket) -> None:
+        self._open.pop(task, None)
+        sock.close()
 
     async def _talk(self, sock: socket.socket) -> None:
         loop = asyncio.get_running_loop()
-        with sock, contextlib.suppress(OSError, TimeoutError):  # whoever does not wait for it gets no answer
+        with contextlib.suppress(OSError, TimeoutError):  # whoever does not wait for it gets no answer
             async with asyncio.timeout(DEADLINE_S):
                 head = b""
                 while b"\r\n\r\n" not in head and len(head) < REQUEST_LIMIT:

@@ -90,14 +90,13 @@ class Tally:
         for phase, took_s in phases.items():
             self.phases.setdefault((rung, phase), Histogram(PHASE_S)).add(took_s)
 
-    def look(self, jobs: Iterable[tuple[str, JobState]], late_s: float) -> None:
-        """Count the steps that `jobs` have done since the last look, which was due `late_s` ago."""
-        self.delays.add(late_s)
-        before, self._stepped = self._stepped, {}
-        for name, job in jobs:
-            if job.leads and job.outcome is None and (step := _step(job, before.get(name))) is not None:
-                self.steps += max(0, step - before.get(name, step))
-                self._stepped[name] = step
+    def look(self, name: str, job: JobState) -> None:
+        """Count the steps that a job has done since the last look, if it is led from here."""
+        # Another leader counts meanwhile.
+        before = self._stepped.pop(name, None)
+        if job.leads and job.outcome is None and (step := _step(job, before)) is not None:
+            self.steps += max(0, step - (step if before is None else before))
+            self._stepped[name] = step
 
 
 def first_slot(job: JobState) -> SlotState | None:

@@ -9,7 +9,6 @@ import pytest
 from msgspec import structs
 
 import ckptless.daemon
-from ckptless.daemon.ckptlessd.metrics import tally as tally_module
 from ckptless.daemon.ckptlessd.metrics.tally import FAULTS, Histogram, Tally
 from ckptless.daemon.ckptlessd.planning.event_lines import Line
 from ckptless.daemon.ckptlessd.recovery import ledger_rows
@@ -82,7 +81,7 @@ def test_steps_count_while_the_job_is_led_from_here() -> None:
     def look(step: int | None, *, leads: bool = True) -> int:
         led.agreement.elected = leads
         tell(led, 0, 2, step)
-        tally.look([("4711", led)], 0.0)
+        tally.look("4711", led)
         return tally.steps
 
     assert [look(None), look(1), look(4), look(4)] == [0, 1, 4, 4]
@@ -96,13 +95,11 @@ def test_steps_count_while_the_job_is_led_from_here() -> None:
 
 def test_a_job_that_goes_on_begins_where_it_is() -> None:
     tally, led = Tally(), job(step=None, generation=3)
-    tally.look([("4711", led)], 0.0)
+    tally.look("4711", led)
     tell(led, 0, 2, STEP)
-    tally.look([("4711", led)], 0.0)
+    tally.look("4711", led)
     assert tally.steps == 0
-    tally.look([], 0.3)
-    assert tally.delays.buckets == [
-        *((str(bound), 2.0) for bound in tally_module.DELAY_S if bound < 0.3),
-        *((str(bound), 3.0) for bound in tally_module.DELAY_S if bound > 0.3),
-        ("+Inf", 3.0),
-    ]
+    tell(led, 0, 2, STEP + 2)
+    tally.look("4712", led)
+    tally.look("4711", led)
+    assert tally.steps == 2
