@@ -185,6 +185,7 @@ format: $(STAMP)
 .PHONY: options
 options: $(STAMP)
 	$(BIN)/python docs/options.py
+	$(BIN)/python docs/metrics.py
 
 # docs/events.md, of the table in daemon/ledger/event_kinds.py.
 .PHONY: events

@@ -2,12 +2,13 @@
 
 import signal
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Literal
 
 from ckptless.daemon.ckptlessd.admission import EventQuota
 from ckptless.daemon.ckptlessd.cluster import Cluster
 from ckptless.daemon.ckptlessd.local_agent import LocalAgent
+from ckptless.daemon.ckptlessd.metrics.tally import Tally
 from ckptless.daemon.ckptlessd.peer_links import PeerLinks
 from ckptless.daemon.ckptlessd.peering import Roster
 from ckptless.daemon.ckptlessd.recovery import events as e
@@ -40,20 +41,23 @@ class Surroundings:
     credentials: Credentials
     ledger: LedgerWriter
     cluster: Cluster
+    tally: Tally = field(default_factory=Tally)
 
 
 class _Session(JobSession):
-    """Sends the key that the job's agents need along with their first assignment."""
+    """Sends the key that the job's agents need along with their first assignment, and counts its rows."""
 
     def __init__(self, host: "JobHost", memory: Memory) -> None:
         super().__init__(host.job, host.roster, host, memory)
-        self._links = host.peer_links
+        self._links, self._tally = host.peer_links, host.tally
 
     def say(self, node: int | None, message: p.Said) -> None:
         """See `JobSession`."""
         decided = node is None and isinstance(message, p.Agree) and isinstance(message.say, Decided)
         if decided and self.control.leads and self._links.key is None:
             self._links.learn_key(new_key())
+        if isinstance(message, p.Rows):
+            self._tally.told(message.records)
         super().say(node, message)
 
 
@@ -69,7 +73,7 @@ class JobHost:
         self.identity = self.next_identity = memory.identity
         self._forgot = memory.lost
         self._confessed = not memory.lost
-        self._around = around
+        self._around, self.tally = around, around.tally
         self.now, self.times = around.now, around.timers
         self._agent = LocalAgent(job, around.now)
         self.peer_links = PeerLinks(
@@ -89,6 +93,7 @@ class JobHost:
     def tick(self) -> None:
         """Time has passed."""
         self.session.tick()
+        self.tally.look(self.job, self.session.control)
         if dropped := self._events.dropped(self.now()):
             text = f"{dropped} events of this node's agent are not written: it tells too many"
             self.note("warning", "events-dropped", text)

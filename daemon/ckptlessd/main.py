@@ -7,8 +7,10 @@ import os
 import signal
 import socket
 import sys
+from collections.abc import Callable, Coroutine
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
 import click
 
@@ -17,13 +19,16 @@ from ckptless.daemon.ckptlessd.clock import Clock
 from ckptless.daemon.ckptlessd.cluster import LocalCluster
 from ckptless.daemon.ckptlessd.health.probes import probes
 from ckptless.daemon.ckptlessd.health.watch import Health
+from ckptless.daemon.ckptlessd.metrics.readings import Facts
 from ckptless.daemon.ckptlessd.service import Service, serve_forever
 from ckptless.daemon.ckptlessd.slurm_cluster import SlurmCluster
 from ckptless.daemon.ckptlessd.systemd import Notifier, Watchdog, Watched, inherited, period_s
+from ckptless.daemon.ledger.store import Retention
 from ckptless.daemon.protocol import log
-from ckptless.daemon.protocol.errors import CkptlessError
+from ckptless.daemon.protocol.errors import CkptlessError, UsageError
 from ckptless.daemon.settings.bind import listen_address
 from ckptless.daemon.settings.config import DaemonConfig, KeepConfig, LocalConfig, load, read_key
+from ckptless.daemon.settings.options import MetricsSettings
 from ckptless.daemon.settings.site import Settings, load_settings, needs_restart
 from ckptless.daemon.slurm.cached import CachedSlurm
 from ckptless.daemon.slurm.select import select
@@ -66,8 +71,26 @@ def daemon_config(settings: Settings, name: str) -> DaemonConfig:
     )
 
 
+def _retention(settings: Settings) -> Retention:
+    return Retention(keep_s=settings.ledger.keep_s, most_nbytes=settings.ledger.size_nbytes)
+
+
 def _keep(settings: Settings) -> KeepConfig:
     return KeepConfig(nbytes=settings.keep.memory_nbytes, ttl_s=settings.keep.ttl_s)
+
+
+def serving(metrics: MetricsSettings, facts: Callable[[], Facts]) -> list[Coroutine[Any, Any, None]]:
+    """Return what serves the metrics, if the site wants it. Raises UsageError without prometheus_client."""
+    if metrics.listen is None and metrics.textfile is None:
+        return []
+    try:
+        from ckptless.daemon.ckptlessd.metrics.serving import Metrics
+    except ModuleNotFoundError as error:
+        raise UsageError(
+            "metrics.listen and metrics.textfile need prometheus-client: "
+            "pip install 'ckptless[daemon]', or leave both out"
+        ) from error
+    return [Metrics(metrics, facts).run()]
 
 
 async def _serve(settings: Settings, name: str) -> int:
@@ -84,6 +107,8 @@ async def _serve(settings: Settings, name: str) -> int:
     service = Service(
         daemon_config(settings, name), cluster, credentials, inherited(os.environ).get("agents")
     )
+    metrics = serving(settings.metrics, service.facts)
+    service.retention = _retention(settings)
     health = Health(name, settings.health, cluster.own_node, service.ledger, service.now)
     health.jobs, service.health = lambda: service.jobs, health
     supervised = _Supervised(settings, name, notifier, service, cluster, health)
@@ -91,7 +116,7 @@ async def _serve(settings: Settings, name: str) -> int:
     service.on_tick, service.on_ready = supervised.ticked, supervised.ready
     watch = cluster.watch(lambda: service.jobs, settings.slurm.poll_s, service.requeue_memory, service.ledger)
     looking = health.run(probes(settings.health, settings.daemon.state_dir, cluster.is_idle))
-    tasks = [asyncio.create_task(watch), asyncio.create_task(looking)]
+    tasks = [asyncio.create_task(part) for part in (watch, looking, *metrics)]
     for task in tasks:
         task.add_done_callback(_tell_failed)
     watchdog = supervised.watchdog(period_s(os.environ))
@@ -151,6 +176,7 @@ class _Supervised:
             self.cluster.leaves_drained = fresh.elastic.leave_drained
             self.health.set_settings(fresh.health)
             self.service.set_timers(fresh.timers)
+            self.service.retention = _retention(fresh)
             self.service.requeue_memory.limit(_keep(fresh))
             late = needs_restart(self.settings, fresh)
             logger.info("reloaded%s", f"; after a restart only: {', '.join(late)}" if late else "")

@@ -10,12 +10,14 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Literal, TypeAlias
 
+from ckptless import __version__
 from ckptless.daemon.ckptlessd.admission import Admission
 from ckptless.daemon.ckptlessd.clock import Clock
 from ckptless.daemon.ckptlessd.cluster import Cluster
 from ckptless.daemon.ckptlessd.consensus.quorum import first_decree
 from ckptless.daemon.ckptlessd.health.watch import Health
 from ckptless.daemon.ckptlessd.job_host import JobHost, Surroundings
+from ckptless.daemon.ckptlessd.metrics.readings import Facts, LedgerFacts
 from ckptless.daemon.ckptlessd.peering import Roster
 from ckptless.daemon.ckptlessd.planning.event_lines import Line
 from ckptless.daemon.ckptlessd.recovery import eviction, ledger_rows
@@ -26,7 +28,7 @@ from ckptless.daemon.ckptlessd.session import LIFE_BITS, Forgotten, Memory, reca
 from ckptless.daemon.ckptlessd.state_dir import open_state_dir
 from ckptless.daemon.ckptlessd.unix_server import Client, UnixServer, listen
 from ckptless.daemon.ledger.reader import LedgerReader
-from ckptless.daemon.ledger.store import Owner
+from ckptless.daemon.ledger.store import RETENTION, Owner
 from ckptless.daemon.ledger.writer import LedgerWriter
 from ckptless.daemon.protocol import messages as m
 from ckptless.daemon.protocol.codec import AGENT_LIMIT, HELLO_LIMIT, Decoder, check_protocol
@@ -117,6 +119,7 @@ class Service:
         state_dir = Path(config.state_dir)
         self.ledger = LedgerWriter(state_dir / LEDGER_FILE, lambda: open_state_dir(state_dir))
         self.ledger.on_set_aside = self._set_aside
+        self.retention = RETENTION
         self._reader = LedgerReader(state_dir / LEDGER_FILE)
         self._around = Surroundings(self.now, config.timers, credentials, self.ledger, cluster)
         self.requeue_memory = RequeueMemory(config.keep, self.now)
@@ -138,12 +141,25 @@ class Service:
         """Return the jobs that run, and those that ended lately."""
         return tuple(self._jobs.values())
 
+    def facts(self) -> Facts:
+        """Return what its metrics are made of."""
+        ledger = self.ledger
+        return Facts(
+            jobs={job.job: job.session.control for job in self.jobs},
+            tally=self._around.tally,
+            ledger=LedgerFacts(ledger.nbytes, ledger.waiting, ledger.lost, not ledger.trouble),
+            health=self.health.report(evidence=False) if self.health is not None else None,
+            version=__version__,
+            now=self.now(),
+        )
+
     async def run(self, stop: asyncio.Event) -> None:
         """Serve until `stop` is set. Raises OSError where an address is taken."""
         listening: socket.socket | None = None
         try:
             self._listener.open(self._config.address, self._config.port)
             await self.ledger.start()
+            self._spawn(self._prune())
             # Last: whoever finds the socket finds a daemon that is ready.
             listening = self._agents or listen(Path(self._config.socket), self._config.socket_mode)
             self._server = UnixServer(listening, self._admission, self.now, self._connected)
@@ -177,7 +193,9 @@ class Service:
 
     async def _tick(self) -> None:
         while True:
+            due_s = self.now() + TICK_S
             await asyncio.sleep(TICK_S)
+            self._around.tally.delays.add(max(0.0, self.now() - due_s))
             for name, job in list(self._jobs.items()):
                 if not self._ticked(job) or job.forgettable:
                     del self._jobs[name]
@@ -190,9 +208,14 @@ class Service:
 
     async def _prune(self) -> None:
         try:
-            await self.ledger.prune(self.now(), self.retention)
+            removed = await self.ledger.prune(self.now(), self.retention)
         except LedgerError as error:
             logger.warning("nothing of older jobs could be removed: %s", error)
+        else:
+            if removed:
+                logger.warning(
+                    "ledger.size: %d jobs that were over first are removed before their time", removed
+                )
 
     @staticmethod
     def _ticked(job: JobHost) -> bool:

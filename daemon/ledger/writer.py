@@ -6,6 +6,7 @@ damaged is set aside, and a new one begun.
 """
 
 import asyncio
+import contextlib
 import logging
 from collections import deque
 from collections.abc import Callable, Sequence
@@ -14,6 +15,7 @@ from pathlib import Path
 from typing import TypeAlias, TypeVar
 
 from ckptless.daemon.ledger.aside import set_aside
+from ckptless.daemon.ledger.engine import beside
 from ckptless.daemon.ledger.store import Ledger, Owner, Retention
 from ckptless.daemon.protocol.errors import (
     BadRowError,
@@ -49,7 +51,8 @@ class LedgerWriter:
 
     `prepare` is called in the thread before the file is opened; it may raise UsageError and LedgerError.
     `trouble` says why something cannot be written, "" while all is well. `on_set_aside` hears in one sentence
-    that a damaged ledger was replaced by an empty one.
+    that a damaged ledger was replaced by an empty one. `lost`: rows that found no room while the disk took
+    nothing, ever; `nbytes`: the file's size, with its log, after the last write.
     """
 
     def __init__(self, path: Path, prepare: Callable[[], None] = lambda: None) -> None:
@@ -58,7 +61,8 @@ class LedgerWriter:
         self._asides = 0
         self._words: deque[str] = deque()  # from the thread, of damaged ledgers
         self._rows: deque[Record] = deque()
-        self._lost_rows = 0
+        self._lost_rows = self.lost = 0
+        self.nbytes = 0
         # Votes of each job that wait, and jobs of which one is being written; `_tasks` write them.
         self._votes: dict[str, list[_Vote]] = {}
         self._saving: set[str] = set()
@@ -85,8 +89,14 @@ class LedgerWriter:
         while len(self._rows) > MOST_ROWS:
             self._rows.popleft()
             self._lost_rows += 1
+            self.lost += 1
         if not self._closing.is_set() and (self._task is None or self._task.done()):
             self._task = asyncio.get_running_loop().create_task(self._write_all())
+
+    @property
+    def waiting(self) -> int:
+        """Return how many rows wait for the disk."""
+        return len(self._rows)
 
     def save_verdict(self, boot: str, record: VerdictRecord) -> None:
         """See `Ledger.save_verdict`; where the disk does not take it, it is said and left at that."""
@@ -260,7 +270,9 @@ class LedgerWriter:
                 if self._ledger is None:
                     self._prepare()
                     self._ledger = Ledger.open(self._path)
-                return work(self._ledger)
+                done = work(self._ledger)
+                self._measure()
+                return done
             except DamagedLedgerError as error:
                 if self._asides == MOST_SET_ASIDE:
                     raise
@@ -268,6 +280,13 @@ class LedgerWriter:
                 self._close()
                 aside = set_aside(self._path)
                 self._words.append(f"{error}: the ledger is set aside as {aside.name}, and a new one begun")
+
+    def _measure(self) -> None:
+        nbytes = 0
+        for path in (self._path, beside(self._path)[0]):
+            with contextlib.suppress(OSError):  # there is no log yet, or the disk is why work has failed
+                nbytes += path.stat().st_size
+        self.nbytes = nbytes
 
     def _close(self) -> None:
         if self._ledger is not None:

@@ -273,6 +273,13 @@ def paths(written: object) -> tuple[str, ...] | None:
     return tuple(written) if fine else None
 
 
+def networks(written: object) -> tuple[str, ...] | None:
+    """A list of networks, each once, as a tuple; None for what is not one."""
+    if not isinstance(written, list) or not all(isinstance(one, str) and is_network(one) for one in written):
+        return None
+    return tuple(written) if len(set(written)) == len(written) else None
+
+
 def mapping(written: object, good: Callable[[str], object]) -> dict[str, str] | None:
     """A mapping of names (small letters, digits and hyphens) to texts that are `good`; None for another."""
     if not isinstance(written, Mapping):
@@ -287,12 +294,28 @@ def mapping(written: object, good: Callable[[str], object]) -> dict[str, str] | 
 
 def is_bind(text: str) -> bool:
     """Whether it may be an address, a network or an interface."""
+    # Or an interface: 15 bytes in Linux; not digits and dots alone, which is a mistyped address.
+    return is_network(text) or re.fullmatch(r"(?=.*[A-Za-z])[A-Za-z0-9_.:@-]{1,15}", text) is not None
+
+
+def is_network(text: str) -> bool:
+    """Whether it is a network, or an address, which is one of its own."""
     try:
-        ipaddress.ip_network(text)  # an address is a network of one
+        ipaddress.ip_network(text)
     except ValueError:
-        # An interface: 15 bytes in Linux; not digits and dots alone, which is a mistyped address.
-        return re.fullmatch(r"(?=.*[A-Za-z])[A-Za-z0-9_.:@-]{1,15}", text) is not None
+        return False
     return True
+
+
+def endpoint(text: str) -> tuple[ipaddress.IPv4Address | ipaddress.IPv6Address, int] | None:
+    """The address and port of "127.0.0.1:9821" or "[::1]:9821"; None for what is not one."""
+    found = re.fullmatch(r"(?:([0-9.]+)|\[([0-9a-fA-F:.]+)\]):(\d{1,5})", text, re.ASCII)
+    if found is None or not 1024 <= int(found[3]) <= 65535:
+        return None
+    try:
+        return ipaddress.ip_address(found[1] or found[2]), int(found[3])
+    except ValueError:
+        return None
 
 
 def is_shared_bind(text: str) -> bool:

@@ -27,6 +27,7 @@ from ckptless.daemon.settings.option_kinds import (
     checked,
     choice,
     counts,
+    endpoint,
     file,
     flag,
     folder,
@@ -35,6 +36,7 @@ from ckptless.daemon.settings.option_kinds import (
     mapping,
     memory,
     names,
+    networks,
     number,
     paths,
     shared_binds,
@@ -228,6 +230,14 @@ class KeepSettings:
 
 
 @dataclass(frozen=True, kw_only=True)
+class LedgerSettings:
+    """For how long the story of a job that is over is kept, and how large a daemon's ledger may be for it."""
+
+    keep_s: float = span(low=3600, high=10 * 365 * 86400, such_as="720h").default(90 * 86400.0)
+    size_nbytes: int = memory(low=16 << 20, high=1 << 40, such_as="256MiB or 4GiB").default(1 << 30)
+
+
+@dataclass(frozen=True, kw_only=True)
 class ElasticSettings:
     """Whether jobs may be elastic, and in which partitions and QOS; none are named: in all.
 
@@ -294,6 +304,31 @@ class HealthSettings:
 
 
 @dataclass(frozen=True, kw_only=True)
+class MetricsSettings:
+    """Where Prometheus finds the daemon's metrics, and how much they say.
+
+    `listen`: address and port of /metrics; `allow`: networks that may read there, beside this node itself.
+    `textfile`: the file for node_exporter. `jobs`: whether single jobs are told of, by their numbers.
+    """
+
+    listen: str | None = text(
+        "a numeric address and a port from 1024 to 65535, such as 127.0.0.1:9821 or [::1]:9821",
+        good=endpoint,
+        quoted=False,
+        restart=True,
+    ).default()
+    allow: tuple[str, ...] = Option(
+        words=("a list of networks, each once, such as [10.1.0.0/16]",), read=networks, restart=True
+    ).default(())
+    textfile: str | None = text(
+        "the absolute path of a file whose name ends in .prom",
+        good=re.compile(r"(?=.{1,4096}\Z)/(?:[^\x00-\x1f]*/)?[^\x00-\x1f/]+\.prom").fullmatch,
+        restart=True,
+    ).default()
+    jobs: bool = checked("true", "false", good=lambda v: isinstance(v, bool), restart=True).default(False)
+
+
+@dataclass(frozen=True, kw_only=True)
 class SettingsFile:
     """The file. `domains` are hostlists by the name of the failure domain."""
 
@@ -311,8 +346,10 @@ class SettingsFile:
     comm: CommSettings = CommSettings()
     data: DataSettings = DataSettings()
     keep: KeepSettings = KeepSettings()
+    ledger: LedgerSettings = LedgerSettings()
     elastic: ElasticSettings = ElasticSettings()
     health: HealthSettings = HealthSettings()
+    metrics: MetricsSettings = MetricsSettings()
 
 
 # ------------------------------------------------------------------------------ the command line

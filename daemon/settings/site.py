@@ -18,8 +18,8 @@ from ckptless.daemon.replication.failure_domains import check_name
 from ckptless.daemon.settings import file as settings_file
 from ckptless.daemon.settings.config import Timers
 from ckptless.daemon.settings.file import SettingsText
-from ckptless.daemon.settings.option_kinds import duration
-from ckptless.daemon.settings.options import KEYS, Overrides, Row, SettingsFile
+from ckptless.daemon.settings.option_kinds import duration, endpoint
+from ckptless.daemon.settings.options import KEYS, MetricsSettings, Overrides, Row, SettingsFile
 from ckptless.daemon.slurm.hostlist import compress, expand
 
 DEFAULT_FILE = Path("/etc/ckptless/ckptless.yaml")
@@ -109,6 +109,7 @@ def _settled(source: SettingsText, found: SettingsFile, file: Path | None) -> Se
     if found.daemon.port in SLURM_PORTS:
         text = f"daemon.port is {found.daemon.port}, which is one of Slurm's own"
         raise source.mistake("daemon.port", text)
+    _check_metrics(source, found.metrics)
     by_hand = {name: value for name, value in vars(found.timeouts).items() if value is not None}
     timeouts = replace(Timeouts.derive(found.max_stall_s), **by_hand)
     _check_timeouts(source, timeouts, found)
@@ -120,6 +121,14 @@ def _settled(source: SettingsText, found: SettingsFile, file: Path | None) -> Se
         "timeouts": timeouts,
     }
     return Settings(**{**vars(found), **own})
+
+
+def _check_metrics(source: SettingsText, metrics: MetricsSettings) -> None:
+    """Raises UsageError where everybody could read them."""
+    at = endpoint(metrics.listen) if metrics.listen is not None else None
+    if at is not None and not at[0].is_loopback and not metrics.allow:
+        text = f"metrics.listen is {metrics.listen}, which others reach: say who may read, in metrics.allow"
+        raise source.mistake("metrics.listen", text)
 
 
 def _domains(

@@ -45,8 +45,8 @@ class JobState:
     are nodes whose daemons are connected, whose agents answer, and of whose daemons others hear. `unable`:
     nodes whose daemon cannot vote. `apart`: nodes that this daemon cannot reach itself. `unwell`, `drained`:
     nodes that the job is to leave, by their own daemons' word, and by Slurm's; `slow`: by the leader's, of
-    ranks that have held up the others for `move_stragglers` windows (0: never). `touched`: nodes with news
-    since the leader looked last.
+    ranks that have held up the others for `move_stragglers` windows (0: never); `held_up_by`: all ranks that
+    are named for it. `touched`: nodes with news since the leader looked last.
     """
 
     me: int
@@ -74,6 +74,7 @@ class JobState:
     drained: dict[int, Leave] = field(default_factory=dict)
     slow: dict[int, Leave] = field(default_factory=dict)
     move_stragglers: int = 0
+    held_up_by: frozenset[int] = frozenset()
     touched: set[int] = field(default_factory=set)
     lease: Lease = field(default_factory=Lease)
     drills: Drills = field(default_factory=Drills)

@@ -34,6 +34,7 @@ class Stragglers:
             self._generation = assignment.generation
             for kept in (self._paces, self._fresh, self._strikes, self._named, self.job.slow):
                 kept.clear()
+            self.job.held_up_by = frozenset()
         for node in nodes:
             view = self.job.nodes[node]
             for rank in assignment.ranks_on(node):
@@ -64,6 +65,7 @@ class Stragglers:
         for rank in over:
             del self._named[rank]
         self._named.update(dict.fromkeys(begun, 0))
+        self.job.held_up_by = frozenset(self._named)
         self._leave(assignment, found, begun)
         lines = [_line(assignment, [found[rank] for rank in sorted(begun)])] if begun else []
         if over:

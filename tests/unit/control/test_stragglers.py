@@ -88,6 +88,7 @@ class Job:
     def __init__(self, move_stragglers: int = 0) -> None:
         self.move_stragglers = move_stragglers
         self.slow: dict[int, Leave] = {}
+        self.held_up_by: frozenset[int] = frozenset()
         self.nodes = NodeViews(tuple(range(NODES)))
         self.assignment = m.Assignment(
             job="j",
@@ -124,7 +125,9 @@ def test_a_rank_is_named_once_it_was_slow_time_and_again() -> None:
     job = Job()
     for _ in range(STRIKES - 1):
         assert job.window({5: 1.2}) == []
+    assert job.held_up_by == set()
     (line,) = job.window({5: 1.2})
+    assert job.held_up_by == {5}
     assert (line.level, line.kind) == ("warning", "straggler")
     assert line.text == (
         "rank 5 on node-2: 120.0 ms of own work a step where the median is 100.0 ms (+20 %), compute; "
@@ -150,7 +153,9 @@ def test_it_is_told_when_that_is_over_and_begins_again() -> None:
         job.window({5: 1.2})
     assert job.window() == job.window() == []
     assert job.window({5: 1.2}) == job.window() == job.window() == []
+    assert job.held_up_by == {5}
     (line,) = job.window()
+    assert job.held_up_by == set()
     assert (line.level, line.kind, line.text) == (
         "info",
         "straggler-over",
@@ -189,6 +194,9 @@ def test_another_generation_begins_anew() -> None:
     for _ in range(STRIKES - 1):
         assert job.window({5: 1.2}) == []
     assert len(job.window({5: 1.2})) == 1
+    job.assignment = structs.replace(job.assignment, generation=3)
+    assert job.tell(0) == []
+    assert job.held_up_by == set()
 
 
 def test_a_node_is_to_be_left_where_the_site_wants_that_and_its_rank_stays_slow() -> None:

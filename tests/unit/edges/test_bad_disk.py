@@ -300,9 +300,14 @@ def test_what_waits_for_a_disk_is_bounded(tmp_path: Path, monkeypatch: pytest.Mo
         assert "No such file" in writer.trouble
         for number in range(100):
             writer.write([event(number)])
+        assert (writer.waiting, writer.lost, writer.nbytes) == (10, 90, 0)
         await asyncio.sleep(0.3)
         (tmp_path / "nowhere").mkdir()
         await until("it is over", lambda: not writer.trouble and not writer._rows)
+        # What is lost stays lost, for those who look later.
+        assert (writer.waiting, writer.lost) == (0, 90)
+        path = tmp_path / "nowhere" / "ledger.db"
+        assert writer.nbytes >= path.stat().st_size > 0
         await writer.close()
         with Ledger.open_readonly(tmp_path / "nowhere" / "ledger.db") as ledger:
             assert [one.event for one in ledger.rows(EventRecord, JOB)] == [str(n) for n in range(90, 100)]

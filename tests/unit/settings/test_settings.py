@@ -101,6 +101,7 @@ daemon:
 slurm: {backend: commands, poll: 1m, on_node_lost: drain, bin_dir: /opt/slurm/bin}
 munge: {socket: /run/m.sock}
 keep: {memory: 512MiB, ttl: 1h}
+ledger: {keep: 720h, size: 64MiB}
 data: {budget: 256MiB, prefetch: 4}
 domains: {rack1: "node[1-4]"}
 replication: {bandwidth: 2GB/s, interface: ib0}
@@ -117,6 +118,7 @@ health:
   commands: {nhc: "/usr/sbin/nhc -a"}
   actions: {xid-13: drain, our-own: move}
   move_stragglers: 10
+metrics: {listen: "10.1.0.7:9821", allow: [10.1.0.0/16], textfile: /var/c.prom, jobs: true}
 budgets: {raise_tries: 2, process_tries: 4, flap_tries: 6, flap_window: 30m}
 """
     )
@@ -129,6 +131,7 @@ budgets: {raise_tries: 2, process_tries: 4, flap_tries: 6, flap_window: 30m}
     assert found.munge.socket == "/run/m.sock"
     assert found.comm.interface == "10.3.0.0/16"
     assert (found.keep.memory_nbytes, found.keep.ttl_s) == (512 << 20, 3600.0)
+    assert (found.ledger.keep_s, found.ledger.size_nbytes) == (30 * 86400.0, 64 << 20)
     assert (found.data.budget_nbytes, found.data.prefetch) == (256 << 20, 4)
     assert (found.elastic.allow, found.elastic.partitions) == (False, ("gpu", "a-b"))
     assert found.elastic.qos == ("low",)
@@ -143,6 +146,8 @@ budgets: {raise_tries: 2, process_tries: 4, flap_tries: 6, flap_window: 30m}
     assert health.commands == {"nhc": "/usr/sbin/nhc -a"}
     assert health.actions == {"xid-13": "drain", "our-own": "move"}
     assert files.load(as_yaml(found)).health == health
+    assert (found.metrics.listen, found.metrics.allow) == ("10.1.0.7:9821", ("10.1.0.0/16",))
+    assert (found.metrics.textfile, found.metrics.jobs) == ("/var/c.prom", True)
     assert found.limits(start_tries=2) == Limits(
         pong_s=5.0,
         leave_s=7.5,
