@@ -203,7 +203,8 @@ def command(path: Path | None, local: Path | None, verbose: bool) -> None:
         if local is None:
             settings = load_settings(path)
             name = os.environ.get("SLURMD_NODENAME") or socket.gethostname().partition(".")[0]
-            log.configure(f"ckptlessd[{name}]", verbose=verbose, level=settings.daemon.log_level)
+            kind, level = settings.daemon.log_format, settings.daemon.log_level
+            log.configure(f"ckptlessd[{name}]", verbose=verbose, level=level, log_format=kind)
             sys.exit(asyncio.run(_serve(settings, name)))
         config = load(local, LocalConfig)
         log.configure(f"ckptlessd[{config.daemon.name}]", verbose=verbose)

@@ -15,11 +15,12 @@ from ckptless.daemon.ckptlessd.peering import Links, Peering, Roster
 from ckptless.daemon.ckptlessd.planning.faults import NodeViews
 from ckptless.daemon.ckptlessd.recovery import events as e
 from ckptless.daemon.ckptlessd.recovery.controller import Controller
+from ckptless.daemon.protocol import log
 from ckptless.daemon.protocol import messages as m
 from ckptless.daemon.protocol.model import NO_RUN
 from ckptless.daemon.protocol.peers import messages as p
 from ckptless.daemon.protocol.peers.agreement import Durable, Say
-from ckptless.daemon.protocol.records import EventRecord, Record
+from ckptless.daemon.protocol.records import EventRecord, FaultRecord, Record, RecoveryRecord
 
 logger = logging.getLogger(__name__)
 
@@ -285,9 +286,7 @@ class JobSession:
 
     def _write(self, output: e.Write) -> None:
         for record in output.records:
-            if isinstance(record, EventRecord):
-                level = {"info": logging.INFO, "warning": logging.WARNING, "error": logging.ERROR}
-                logger.log(level[record.level], "job %s: %s: %s", record.job, record.kind, record.text)
+            _log(record)
         self._outlets.write(output.records)
         if output.share:
             self.say(None, p.Rows(job=self.job, records=output.records))
@@ -299,3 +298,23 @@ class JobSession:
             return hello.info.address, hello.info.agent_port
         infos = self.control.assignment.nodes if self.control.assignment is not None else ()
         return next(((info.address, info.agent_port) for info in infos if info.node == node), None)
+
+
+_LEVELS = {"info": logging.INFO, "warning": logging.WARNING, "error": logging.ERROR}
+
+
+def _log(record: Record) -> None:
+    """Log an event; and faults and the ends of recoveries, whose ids lead from one to the other."""
+    match record:
+        case EventRecord():
+            text, level = f"{record.kind}: {record.text}", _LEVELS[record.level]
+        case FaultRecord():
+            rank = "" if record.rank is None else f" of rank {record.rank}"
+            text, level = f"fault {record.fault}: {record.kind}{rank} on node-{record.node}", logging.INFO
+        case RecoveryRecord() if record.outcome is not None:
+            took_s, faults = sum(record.phases.values()), ", ".join(record.faults) or "none"
+            what = f"recovery to generation {record.generation} ({record.rung}), of faults: {faults}"
+            text, level = f"{what}: {record.outcome}, {took_s:.3f} s", logging.INFO
+        case _:
+            return
+    logger.log(level, "job %s: %s", record.job, text, extra=log.about(record))

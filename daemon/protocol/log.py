@@ -1,10 +1,17 @@
-"""Logging of the daemon, agent and launcher: one line per event on standard error."""
+"""Logging of the daemon, agent and launcher: one line per event on standard error, as text or as JSON."""
 
+import json
 import logging
 import re
 import sys
+from datetime import UTC, datetime
+from typing import Literal, TypeAlias
+
+import msgspec
 
 from ckptless.daemon.protocol.limits import one_line
+
+LogFormat: TypeAlias = Literal["text", "json"]
 
 # What each line begins with, see `configure`.
 LOG_PREFIX = re.compile(r"^\d\d:\d\d:\d\d\.\d{3} \S+ [A-Z]+ ")
@@ -18,9 +25,48 @@ class OneLine(logging.Formatter):
         return one_line(super().formatMessage(record))
 
 
-def configure(name: str, *, verbose: bool = False, level: str = "info") -> None:
+class JsonLine(logging.Formatter):
+    """Writes a JSON object a line: time (RFC 3339, UTC), who, level, text; and what `about` gives it.
+
+    A traceback is in `error`.
+    """
+
+    def __init__(self, who: str) -> None:
+        super().__init__()
+        self._who = who
+
+    def format(self, record: logging.LogRecord) -> str:
+        """The line."""
+        at = datetime.fromtimestamp(record.created, UTC).isoformat(timespec="milliseconds")
+        line = {
+            "time": at.replace("+00:00", "Z"),
+            "who": self._who,
+            "level": record.levelname.lower(),
+            "text": record.getMessage(),
+        }
+        if record.exc_info:
+            line["error"] = self.formatException(record.exc_info)
+        row = getattr(record, ROW, None)
+        if row is not None:
+            line["record"] = msgspec.to_builtins(row)
+        # ASCII: what is logged may be no Unicode at all.
+        return json.dumps(line, default=str)
+
+
+# The attribute of a line of log that has the row of the ledger that it tells of.
+ROW = "ledger_row"
+
+
+def about(row: msgspec.Struct) -> dict[str, msgspec.Struct]:
+    """Return what to give a logger as `extra`, so that a line of JSON has this row of the ledger, too."""
+    return {ROW: row}
+
+
+def configure(
+    name: str, *, verbose: bool = False, level: str = "info", log_format: LogFormat = "text"
+) -> None:
     """Log to standard error from `level` on (`verbose`: all), each line with time, `name` and level."""
     form = f"%(asctime)s.%(msecs)03d {name} %(levelname)s %(message)s"
     handler = logging.StreamHandler(sys.stderr)
-    handler.setFormatter(OneLine(form, "%H:%M:%S"))
+    handler.setFormatter(JsonLine(name) if log_format == "json" else OneLine(form, "%H:%M:%S"))
     logging.basicConfig(level=logging.DEBUG if verbose else level.upper(), handlers=[handler])

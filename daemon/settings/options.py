@@ -21,6 +21,7 @@ from click import STRING
 from ckptless.daemon.protocol.errors import UsageError
 from ckptless.daemon.protocol.health import Action
 from ckptless.daemon.protocol.limits import MOST_INTERFACES, MOST_NODES
+from ckptless.daemon.protocol.log import LogFormat
 from ckptless.daemon.protocol.model import Limits
 from ckptless.daemon.settings.option_kinds import (
     Option,
@@ -164,6 +165,7 @@ class DaemonSettings:
     socket: str = text(_SOCKET, good=_is_socket, restart=True).default("/run/ckptless/ckptlessd.sock")
     state_dir: str = text("an absolute path", good=_is_path, restart=True).default("/var/lib/ckptless")
     log_level: LogLevel = choice(among=get_args(LogLevel)).default("info")
+    log_format: LogFormat = choice(among=get_args(LogFormat)).default("text")
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -98,6 +98,7 @@ daemon:
   socket: /run/x.sock
   state_dir: /srv/ckptless
   log_level: debug
+  log_format: json
 slurm: {backend: commands, poll: 1m, on_node_lost: drain, bin_dir: /opt/slurm/bin}
 munge: {socket: /run/m.sock}
 keep: {memory: 512MiB, ttl: 1h}
@@ -127,6 +128,7 @@ budgets: {raise_tries: 2, process_tries: 4, flap_tries: 6, flap_window: 30m}
         beat_s=0.1, dark_s=1.0, pong_s=5.0, leave_s=7.5, join_s=90.0, stall_s=100.0, lease_s=4.0
     )
     assert (found.daemon.bind, found.daemon.log_level) == ("10.1.0.0/16", "debug")
+    assert found.daemon.log_format == "json"
     assert (found.slurm.poll_s, found.slurm.on_node_lost) == (60.0, "drain")
     assert found.munge.socket == "/run/m.sock"
     assert found.comm.interface == "10.3.0.0/16"
