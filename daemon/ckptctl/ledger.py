@@ -18,7 +18,13 @@ from ckptless.daemon.protocol.records import Record
 
 @click.group()
 def ledger() -> None:
-    """Take the records of jobs along, or look whether a ledger is sound."""
+    """Take the records of jobs along, or look whether a ledger is sound.
+
+    \b
+    Examples:
+        ckptctl ledger export 4711    all that is recorded of it, as JSON lines
+        ckptctl ledger check          whether the files are sound
+    """
 
 
 @ledger.command()

@@ -261,7 +261,7 @@ def test_status_json(run: Run, state_dir: Path) -> None:
     assert set(found) == {
         *("meta", "job", "generation", "step", "spares_left", "nodes", "slots"),
         *("recovery", "recovery_total_s", "faults", "refused", "voteless", "safety", "commits"),
-        "returned_early",
+        *("returned_early", "drill"),
     }
     assert found["job"]["job"] == "7"
     assert found["generation"]["places"] == [[0, 0], [2, 0]]
