@@ -15,7 +15,7 @@ setup: $(STAMP)
 $(STAMP): setup.cfg Makefile
 	$(PYTHON) -m venv $(VENV)
 	$(BIN)/python -m pip install --quiet --progress-bar off $(TORCH)
-	$(BIN)/python -m pip install --quiet --progress-bar off -e '.[daemon,data,plot,test,lint]'
+	$(BIN)/python -m pip install --quiet --progress-bar off -e '.[daemon,data,plot,test,lint,docs]'
 	touch $@
 
 demo: $(STAMP)
@@ -125,7 +125,7 @@ lint: $(STAMP)
 
 types: $(STAMP)
 	$(BIN)/mypy
-	$(BIN)/mypy docs/options.py docs/events.py
+	$(BIN)/mypy docs/options.py docs/events.py docs/metrics.py docs/site.py
 	$(BIN)/mypy docs/demo
 
 imports: $(STAMP)
@@ -191,6 +191,12 @@ options: $(STAMP)
 .PHONY: events
 events: $(STAMP)
 	$(BIN)/python docs/events.py
+
+# The documentation site, to build/site/html. A link to a page or a heading that is not there is an error.
+.PHONY: site
+site: $(STAMP)
+	$(BIN)/python docs/site.py
+	NO_MKDOCS_2_WARNING=1 $(BIN)/mkdocs build --quiet -f docs/mkdocs.yml
 
 clean:
 	rm -rf build dist out .mypy_cache .ruff_cache .pytest_cache .import_linter_cache .hypothesis

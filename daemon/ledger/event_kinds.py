@@ -265,6 +265,12 @@ GROUPS: Mapping[str, Mapping[str, Meaning]] = {
             "Something beside the State changes from step to step, and would be lost with the process",
             "Put it into the State; `ckptless-run --rehearse` names more",
         ),
+        "finalize": Meaning(
+            "The script's `finalize` was called after a fault; where it failed, its process is replaced",
+        ),
+        "health-check": Meaning(
+            "The script's `health_check` was passed after a fault; where it was not, its process is replaced",
+        ),
         "warm-up": Meaning("What a spare's warm-up did, or why it did not"),
         "environment": Meaning(
             "An environment variable of a rank is another than when its libraries were loaded",
