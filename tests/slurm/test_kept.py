@@ -37,6 +37,26 @@ def events(job: Training, kind: str) -> list[tuple[str, str]]:
     return [(e.job, e.text) for e in job.ledger().events if e.kind == kind]
 
 
+def where_its_time_went(site: Cluster, job: Training) -> None:
+    """By a daemon's word to its owner, both starts together, with what it waited in Slurm's queue between."""
+    done = site.run("node01", "ckptctl", "goodput", "--json", str(job.job_id), user=USER)
+    (account,) = json.loads(done.stdout)["jobs"]
+    seconds, slots = account["seconds"], account["slots"]
+    assert account["job"] == str(job.job_id)
+    assert sum(seconds.values()) == pytest.approx(account["wall_s"] * slots, rel=1e-3)
+    # Two minutes, but for what the job's first start took to end.
+    assert seconds["queue"] > 60 * slots
+    assert seconds["training"] > 0
+    assert (seconds["untold"], account["untold"]) == (0, 0)
+    assert account["excess_s"] <= 0.001 * account["total_s"]
+    told = site.run("node01", "ckptctl", "explain", "--json", f"{job.job_id}.1", user=USER)
+    texts = [one["text"] for one in json.loads(told.stdout)["story"]]
+    assert any(f"from the memory of run {job.job_id}" in text for text in texts), texts
+    for words in (("goodput",), ("explain",), ("ledger", "export"), ("top", "--once")):
+        refused = site.run("node01", "ckptctl", *words, str(job.job_id), user="other", check=False)
+        assert (refused.returncode, str(job.job_id) in refused.stderr) == (4, True), refused.stderr
+
+
 @pytest.mark.slow  # Slurm itself waits two minutes before it starts a job again
 def test_a_requeued_job_goes_on_from_memory(site: Cluster) -> None:
     job = Training(site).submit()
@@ -72,6 +92,7 @@ def test_a_requeued_job_goes_on_from_memory(site: Cluster) -> None:
     lines = (job.home / "out" / "loss-0.txt").read_text().splitlines()
     steps = [int(line.split()[0]) for line in lines]
     assert len(steps) - len(set(steps)) <= 1
+    where_its_time_went(site, job)
     # What the cancelled job left is dropped as soon as Slurm has been asked.
     job.wait(lambda: not nodes_that_keep(site), "nothing is kept", 30.0)
 
