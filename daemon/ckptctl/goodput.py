@@ -132,10 +132,12 @@ def _figures(one: Account, whole: Account, price: float | None) -> tuple[str, ..
 
 def _show_classes(account: Account, price: float | None) -> None:
     total_s = account.total_s
+    # Of a short job hours would be all zeros.
+    unit, unit_s = ("hours", _HOUR_S) if total_s >= _HOUR_S else ("seconds", 1.0)
     rows = [
         (
             name,
-            f"{seconds / _HOUR_S:.3f}",
+            f"{seconds / unit_s:.2f}",
             f"{100 * seconds / total_s:.2f} %",
             *((f"{seconds / _HOUR_S * price:.2f}" if name != "queue" else "",) if price else ()),
             CLASSES[name],
@@ -144,12 +146,12 @@ def _show_classes(account: Account, price: float | None) -> None:
         if seconds
     ]
     cost = ("cost",) if price else ()
-    render.show_table(("class", "slot hours", "share", *cost, "what"), rows, words=("class", "what"))
+    render.show_table(("class", f"slot {unit}", "share", *cost, "what"), rows, words=("class", "what"))
     if account.goodput is None:
         return
     trained_s, spare_s = account.seconds["training"], account.seconds["spare"]
     ranks = f", {100 * trained_s / (total_s - spare_s):.2f} % without spares" if spare_s < total_s else ""
-    hours = f"{trained_s / _HOUR_S:.3f} of {total_s / _HOUR_S:.3f} slot hours"
+    hours = f"{trained_s / unit_s:.2f} of {total_s / unit_s:.2f} slot {unit}"
     whole = f"{account.slots} slots, {render.span(account.wall_s)}"
     click.echo(f"goodput {100 * account.goodput:.2f} %{ranks}: {hours}; {whole}")
 

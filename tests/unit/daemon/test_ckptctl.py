@@ -789,6 +789,34 @@ def test_without_a_daemon_root_reads_what_it_has_left_and_others_are_told_where_
     assert (own.exit_code, own.stderr) == (0, "")
 
 
+@pytest.mark.parametrize(
+    ("program", "typed", "offered"),
+    [("ckptctl", "ckptctl g", "plain,goodput"), ("ckptless-run", "ckptless-run --spa", "plain,--spares")],
+)
+def test_shells_complete_commands_and_options(program: str, typed: str, offered: str) -> None:
+    """As docs/admin.md says, of the scripts that pip has installed."""
+    asked = f"_{program.upper().replace('-', '_')}_COMPLETE"
+    env = {**os.environ, asked: "bash_complete", "COMP_WORDS": typed, "COMP_CWORD": "1"}
+    done = subprocess.run(
+        [Path(sys.executable).parent / program],
+        env=env,
+        capture_output=True,
+        text=True,
+        timeout=60,
+        check=False,
+    )
+    assert offered in done.stdout.splitlines(), done.stderr
+    source = subprocess.run(
+        [Path(sys.executable).parent / program],
+        env={**os.environ, asked: "bash_source"},
+        capture_output=True,
+        text=True,
+        timeout=60,
+        check=True,
+    ).stdout
+    assert f"{asked}=bash_complete" in source
+
+
 def test_help_teaches_and_version_tells() -> None:
     top = invoke("--help")
     assert top.exit_code == 0
