@@ -58,7 +58,7 @@ _BAD_ROW = (sqlite3.SQLITE_CONSTRAINT, sqlite3.SQLITE_MISMATCH, sqlite3.SQLITE_T
 VOTE_S = 60.0
 # A vote may wait for it: so many jobs are removed for want of room in one call, and so many pages given back
 # to the file system, so often.
-MOST_REMOVED, VACUUM_PAGES, VACUUMS = 100, 1024, 64
+MOST_REMOVED, VACUUM_PAGES, VACUUMS = 20, 1024, 64
 
 
 class Retention(NamedTuple):
