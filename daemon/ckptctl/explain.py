@@ -13,7 +13,7 @@ from ckptless.daemon.ledger.event_kinds import KINDS
 from ckptless.daemon.ledger.merge import Snapshot
 from ckptless.daemon.ledger.precedence import ENDED
 from ckptless.daemon.protocol.errors import UsageError
-from ckptless.daemon.protocol.records import PHASES, EventRecord, JobRecord, RecoveryRecord
+from ckptless.daemon.protocol.records import PHASES, TRAINS, EventRecord, JobRecord, RecoveryRecord
 
 # How a rung has answered a fault.
 _RUNGS = {
@@ -25,7 +25,7 @@ _RUNGS = {
     "stop": "nothing that could answer it",
 }
 # Kinds that a sentence of the story tells of already.
-_TOLD = frozenset({"generation", "recovered", "end", "agent-up"})
+_TOLD = frozenset({"generation", TRAINS, "recovered", "end", "agent-up"})
 _AROUND_S = 60.0
 
 
@@ -151,10 +151,19 @@ def stands(job: JobRecord, found: Snapshot, now_s: float) -> Sentence:
     generation = found.generation
     step = max((slot.step or 0 for slot in found.slots), default=0)
     spares = view.spares_left(found)
-    since_s = generation.trains_s
+    since_s = _trains_since(found, generation.generation)
     going = f"trains since {render.clock(since_s)}" if since_s is not None else "begins to train"
     text = f"job {job.job} {going}, {len(generation.places)} ranks, step {step}; {spares} slots are spare."
     return Sentence(since_s or generation.agreed_s, text, (f"generation {generation.generation}",))
+
+
+def _trains_since(found: Snapshot, generation: int) -> float | None:
+    """Return when every rank had made a step in this generation; None where that is not known."""
+    for one in found.recoveries:
+        if one.generation == generation and one.outcome == "recovered":
+            return one.started_s + view.total_s(one)
+    times = (one.at_s for one in found.events if one.kind == TRAINS and one.generation == generation)
+    return next(times, None)
 
 
 def told(job: JobRecord, found: Snapshot) -> list[Sentence]:
@@ -171,10 +180,11 @@ def _start(job: JobRecord, found: Snapshot) -> Iterator[Sentence]:
     first = found.generations[0] if found.generations else None
     if first is not None and first.generation == 1:
         origin = next((one.text for one in found.events if one.kind == "start"), "from the beginning")
+        trains_s = _trains_since(found, 1)
         took = (
             ""
-            if first.trains_s is None
-            else f"; their first step was done {first.trains_s - job.started_s:.1f} s later"
+            if trains_s is None
+            else f"; all had made a step {trains_s - job.started_s:.1f} s after its begin"
         )
         yield Sentence(first.agreed_s, f"{len(first.places)} ranks began, {origin}{took}.", ("generation 1",))
     if job.state in ENDED and job.ended_s is not None:

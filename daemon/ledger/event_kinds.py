@@ -23,6 +23,7 @@ GROUPS: Mapping[str, Mapping[str, Meaning]] = {
         "agent-up": Meaning("The agent of a node has connected to its daemon"),
         "generation": Meaning("The daemons have agreed who has which rank from here on, and from which step"),
         "start": Meaning("What the first generation goes on from: memory that was kept, or a saved step"),
+        "trains": Meaning("Every rank has made its first step, at a job's begin"),
         "recovered": Meaning("Every rank has made a step again after a fault, so long after its first sign"),
         "end": Meaning(
             "The job is over; the text has its state and the reason", "Where it failed, the reason says why"

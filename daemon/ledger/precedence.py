@@ -59,7 +59,7 @@ def precedence(record: Record, freshness: Freshness = (0, 0.0)) -> tuple[Any, ..
         case HoldingRecord():
             return (record.seq, record.updated_s, text)
         case GenerationRecord():
-            return (record.agreed_s, record.trains_s is not None, text)
+            return (record.agreed_s, text)
         case RecoveryRecord():
             return (record.outcome is not None, len(record.phases), text)
         case FaultRecord() | EventRecord():

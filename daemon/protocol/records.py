@@ -132,7 +132,7 @@ class GenerationRecord(Struct, frozen=True, kw_only=True, tag="generation", forb
     """One agreed assignment of ranks to slots. Key: job, generation.
 
     `places[rank]` is (node, slot). `restore_step` is None where every rank builds anew. `faults` are the
-    ids of the faults that this generation answers. `trains_s`: since when every rank has made a step in it.
+    ids of the faults that this generation answers.
     """
 
     job: JobName
@@ -143,7 +143,6 @@ class GenerationRecord(Struct, frozen=True, kw_only=True, tag="generation", forb
     faults: Annotated[tuple[Name, ...], OF_RANKS]
     leader: NodeOrNone
     agreed_s: Age
-    trains_s: Age | None = None
 
 
 class FaultRecord(Clipped, Struct, frozen=True, kw_only=True, tag="fault", forbid_unknown_fields=True):
@@ -185,6 +184,10 @@ REFUSALS = frozenset(("order-refused", "stale-message", "stale-record"))
 
 # The kind of events that tell of a drill: that it is asked for, done, over, or not done.
 DRILL = "drill"
+
+
+# The kind of the event that tells when every rank has made its first step, where no recovery led to it.
+TRAINS = "trains"
 
 
 # Kinds of events that tell that a node's daemon cannot vote, and that it can again.

@@ -79,7 +79,6 @@ def rows(job: str, at_s: float) -> list[Record]:
                 faults=(),
                 leader=0,
                 agreed_s=at_s + number,
-                trains_s=at_s + number + 1,
             )
         )
     made += [

@@ -17,6 +17,7 @@ from itertools import pairwise
 
 from ckptless.daemon.protocol.records import (
     PHASES,
+    TRAINS,
     EventRecord,
     GenerationRecord,
     JobRecord,
@@ -48,9 +49,9 @@ CLASSES: Mapping[str, str] = {
     "untold": "training, as far as is known: no steps were told of",
     "queue": "waiting in Slurm's queue to go on after a requeue",
 }
-# Kinds of events that say when the slots of a node come and go.
+# Kinds of events that say when the slots of a node come and go, and when the job first trained.
 NODE_UP, NODE_LOST = "agent-up", "node-lost"
-KINDS = frozenset({NODE_UP, NODE_LOST})
+KINDS = frozenset({NODE_UP, NODE_LOST, TRAINS})
 
 # The name of a run of a Slurm job that was started before (daemon/slurm/run_name.py): 4711.1, or 4711.s3r1.
 _RESTARTED = re.compile(r"\.(s\d+r)?[1-9]\d*$", re.ASCII)
@@ -249,6 +250,7 @@ def _marks(history: History) -> Iterator[tuple[float, str, int]]:
         return
     recoveries = {one.generation: one for one in history.recoveries}
     known = {one.generation: one for one in history.generations}
+    first_steps = {one.generation: one.at_s for one in history.events if one.kind == TRAINS}
     trained = False
     for number in sorted({*recoveries, *known}):
         generation, recovery = known.get(number), recoveries.get(number)
@@ -259,7 +261,7 @@ def _marks(history: History) -> Iterator[tuple[float, str, int]]:
             yield from _phases(recovery, holds)
         if generation is None:
             continue
-        began_s = generation.trains_s
+        began_s = first_steps.get(number)
         if began_s is None and recovery is not None and recovery.outcome == "recovered":
             began_s = recovery.started_s + sum(recovery.phases.values())
         if began_s is not None:

@@ -64,8 +64,8 @@ def name_in(spec: m.JobSpec, node: int) -> str:
     return spec.names[node] if node < len(spec.names) else f"node-{node}"
 
 
-def generation(assignment: m.Assignment, agreed_s: float, trains_s: float | None = None) -> GenerationRecord:
-    """The row of an agreed generation, and since when it trains."""
+def generation(assignment: m.Assignment, now: float) -> GenerationRecord:
+    """The row of an agreed generation."""
     return GenerationRecord(
         job=assignment.job,
         generation=assignment.generation,
@@ -74,8 +74,7 @@ def generation(assignment: m.Assignment, agreed_s: float, trains_s: float | None
         rung=assignment.rung,
         faults=assignment.faults,
         leader=assignment.leader,
-        agreed_s=agreed_s,
-        trains_s=trains_s,
+        agreed_s=now,
     )
 
 

@@ -10,6 +10,7 @@ from ckptless.daemon.ckptlessd.recovery.events import ToAgent
 from ckptless.daemon.ckptlessd.recovery.job_state import JobState
 from ckptless.daemon.ckptlessd.recovery.timeline import Timeline
 from ckptless.daemon.protocol import messages as m
+from ckptless.daemon.protocol.records import TRAINS
 
 
 @dataclass
@@ -23,7 +24,6 @@ class RecoveryLog:
     _cut: Timeline | None = None
     # What the job's output is still to hear of ranks that were ended by SIGTERM.
     _ended_so: list[str] = field(default_factory=list)
-    _agreed_s: float = 0.0
 
     @property
     def faults(self) -> Sequence[Fault]:
@@ -87,7 +87,6 @@ class RecoveryLog:
         """There is a new generation."""
         job = self.job
         self.mark("agree", now)
-        self._agreed_s = now
         job.share(ledger_rows.generation(assignment, now))
         if self._timeline is not None:
             job.share(ledger_rows.recovery(assignment, self._timeline, None))
@@ -101,8 +100,10 @@ class RecoveryLog:
     def recovered(self, assignment: m.Assignment, now: float) -> None:
         """Every rank has made its first step."""
         self.mark("first step", now)
-        self.job.share(ledger_rows.generation(assignment, self._agreed_s, now))
-        if self._timeline is not None:
+        if self._timeline is None:
+            text = f"generation {assignment.generation} trains: every rank has made its first step"
+            self.job.note(now, "info", TRAINS, text)
+        else:
             self.job.share(ledger_rows.recovery(assignment, self._timeline, "recovered"))
             took_s = self._timeline.total_s(now)
             text = f"generation {assignment.generation} trains, {took_s:.3f} s after the fault"

@@ -40,9 +40,7 @@ JOB = JobRecord(
 )
 
 
-def generation(
-    number: int, after_s: float, *, faults: tuple[str, ...] = (), trains: bool = True
-) -> GenerationRecord:
+def generation(number: int, after_s: float, *, faults: tuple[str, ...] = ()) -> GenerationRecord:
     return GenerationRecord(
         job="4711",
         generation=number,
@@ -52,7 +50,6 @@ def generation(
         faults=faults,
         leader=0,
         agreed_s=BEGAN_S + after_s,
-        trains_s=BEGAN_S + after_s + 2 if trains else None,
     )
 
 
@@ -95,7 +92,12 @@ RECOVERY = RecoveryRecord(
 )
 DIED = event("died", 720, "rank 1 on node02 (slot 0, pid 77) was ended by SIGKILL", node=1)
 # It trains since 03:00:03, and at 03:12 rank 1 died.
-TRAINS = (JOB, generation(1, 1), event("agent-up", 0.5, "up", level="info"))
+TRAINS = (
+    JOB,
+    generation(1, 1),
+    event("agent-up", 0.5, "up", level="info"),
+    event("trains", 3, "generation 1 trains", level="info"),
+)
 RECOVERED = (*TRAINS, FAULT, RECOVERY, DIED, generation(2, 719.2, faults=("g1.t1.1",)))
 
 
@@ -158,7 +160,7 @@ def test_the_story_has_each_recovery_with_its_rows(tmp_path: Path) -> None:
     found = as_json(tmp_path, RECOVERED)
     texts = [one["text"] for one in found["story"]]
     assert texts[0] == "The job began, on 2 nodes and 1 spares."
-    assert texts[1] == "2 ranks began, from the beginning; their first step was done 3.0 s later."
+    assert texts[1] == "2 ranks began, from the beginning; all had made a step 3.0 s after its begin."
     assert texts[2] == (
         "Rank 1 on node02 (slot 0, pid 77) was ended by SIGKILL. The job went on from step 40 after 0.50 s "
         "(most of it join, 300 ms), with a new process on the same node."

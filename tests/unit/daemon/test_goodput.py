@@ -90,6 +90,7 @@ class Truth:
         agreed_s = self.now_s + 0.3
         self.pass_time(self.random.uniform(1, 9), "start")
         self.generation("start", agreed_s)
+        self.events.append(event("trains", self.now_s, 0))
 
     def generation(self, rung: str, agreed_s: float, faults: tuple[str, ...] = ()) -> None:
         self.generations.append(
@@ -102,7 +103,6 @@ class Truth:
                 faults=faults,
                 leader=0,
                 agreed_s=agreed_s,
-                trains_s=self.now_s,
             )
         )
 
@@ -265,8 +265,7 @@ def test_whatever_is_missing_in_a_ledger_the_classes_add_up(seed: int) -> None:
         by_s = draw.uniform(-3, 3)
         if isinstance(row, RecoveryRecord):
             return structs.replace(row, started_s=row.started_s + by_s)
-        trains_s = draw.choice((None, row.trains_s + by_s))
-        return structs.replace(row, agreed_s=row.agreed_s + by_s, trains_s=trains_s)
+        return structs.replace(row, agreed_s=row.agreed_s + by_s)
 
     poor = History(
         history.job,
@@ -334,8 +333,8 @@ def test_a_recovery_cut_short_by_another_fault_goes_on_until_that_one() -> None:
         )
 
     whole = dict.fromkeys(PHASES, 1.0)
-    second = structs.replace(history.generations[0], generation=2, trains_s=None)
-    third = structs.replace(second, generation=3, trains_s=at_s + 5 + 7)
+    second = structs.replace(history.generations[0], generation=2)
+    third = structs.replace(second, generation=3)
     account = of_run(
         dataclasses.replace(
             history,
@@ -369,7 +368,7 @@ def test_a_node_that_was_drawn_in_counts_from_when_it_came() -> None:
     history = truth.history(exit_code=None)
     late = structs.replace(history.nodes[0], node=2)
     came = event("agent-up", truth.now_s, 2)
-    grown = dataclasses.replace(history, nodes=[*history.nodes, late], events=[came])
+    grown = dataclasses.replace(history, nodes=[*history.nodes, late], events=[*history.events, came])
     account = of_run(grown, truth.now_s + 3)
     assert account.slots == 6
     assert account.seconds["spare"] == pytest.approx(2 * 3.0)

@@ -66,7 +66,6 @@ def rows(nodes: int, now_s: float = NOW_S) -> list[Any]:
             faults=(),
             leader=0,
             agreed_s=now_s - 600,
-            trains_s=now_s - 590,
         )
     ]
     for node in range(nodes + 1):
