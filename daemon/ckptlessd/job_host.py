@@ -12,14 +12,13 @@ from ckptless.daemon.ckptlessd.metrics.tally import Tally
 from ckptless.daemon.ckptlessd.peer_links import PeerLinks
 from ckptless.daemon.ckptlessd.peering import Roster
 from ckptless.daemon.ckptlessd.recovery import events as e
-from ckptless.daemon.ckptlessd.recovery.drawing import GIVEN_BACK
 from ckptless.daemon.ckptlessd.session import JobSession, Memory, next_identity
 from ckptless.daemon.ckptlessd.unix_server import Client
 from ckptless.daemon.ledger.writer import LedgerWriter
 from ckptless.daemon.protocol import messages as m
 from ckptless.daemon.protocol.peers import messages as p
 from ckptless.daemon.protocol.peers.agreement import Decided, Durable
-from ckptless.daemon.protocol.records import Record, printable
+from ckptless.daemon.protocol.records import GIVEN_BACK, Record, printable
 from ckptless.daemon.protocol.saving import Saved, SaveDone
 from ckptless.daemon.settings.config import Timers
 from ckptless.daemon.transport.credentials import Credentials

@@ -11,11 +11,11 @@ from typing import Literal
 
 from ckptless.daemon.ckptlessd.job_host import JobHost
 from ckptless.daemon.ckptlessd.recovery import eviction
-from ckptless.daemon.ckptlessd.recovery.drawing import GIVEN_BACK
 from ckptless.daemon.ckptlessd.recovery.events import NodeLost
 from ckptless.daemon.ckptlessd.recovery.job_state import JobState
 from ckptless.daemon.protocol.limits import MOST_RANKS
 from ckptless.daemon.protocol.messages import PROTOCOL, Drill, Wish
+from ckptless.daemon.protocol.records import GIVEN_BACK
 from ckptless.daemon.protocol.requests import Drilled, DrillJob, Evict, Evicted, Resized, ResizeJob
 from ckptless.daemon.protocol.saving import Save, Saved
 

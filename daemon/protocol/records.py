@@ -186,6 +186,10 @@ REFUSALS = frozenset(("order-refused", "stale-message", "stale-record"))
 DRILL = "drill"
 
 
+# Why a node is out of the job which Slurm is to have again: the reason begins so, and all daemons know it.
+GIVEN_BACK = "given back to Slurm"
+
+
 # The kind of the event that tells when every rank has made its first step, where no recovery led to it.
 TRAINS = "trains"
 

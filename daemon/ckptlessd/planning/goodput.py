@@ -11,11 +11,12 @@ shorter in proportion; `Account.excess_s` says by how much in all.
 """
 
 import re
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from itertools import pairwise
 
 from ckptless.daemon.protocol.records import (
+    GIVEN_BACK,
     PHASES,
     TRAINS,
     EventRecord,
@@ -50,8 +51,8 @@ CLASSES: Mapping[str, str] = {
     "queue": "waiting in Slurm's queue to go on after a requeue",
 }
 # Kinds of events that say when the slots of a node come and go, and when the job first trained.
-NODE_UP, NODE_LOST = "agent-up", "node-lost"
-KINDS = frozenset({NODE_UP, NODE_LOST, TRAINS})
+NODE_UP, NODE_GONE = ("agent-up",), ("node-lost", "evicted")
+KINDS = frozenset({*NODE_UP, *NODE_GONE, TRAINS})
 
 # The name of a run of a Slurm job that was started before (daemon/slurm/run_name.py): 4711.1, or 4711.s3r1.
 _RESTARTED = re.compile(r"\.(s\d+r)?[1-9]\d*$", re.ASCII)
@@ -121,12 +122,13 @@ def of_run(history: History, now_s: float) -> Account:
     told = {(one.node, one.slot): one for one in history.slots}
     present = _present(history, end_s)
     account = Account(wall_s=end_s - job.started_s, slots=len(present))
+    freed = _freed(history.events)
     for place, (begin_s, gone_s) in present.items():
-        slot = _Slot(account, place, begin_s, gone_s)
+        slot = _Slot(account, place, begin_s, gone_s, lost=gone_s < end_s)
         for span in spans:
             slot.pass_through(span, ranks)
-        account.seconds["lost"] += max(0.0, end_s - max(gone_s, begin_s))
-        slot.lost = gone_s < end_s
+        if place[0] not in freed:
+            account.seconds["lost"] += max(0.0, end_s - max(gone_s, begin_s))
         last = spans[-1] if spans and spans[-1].kind == "window" else None
         slot.settle(told.get(place), last, job)
     return account
@@ -153,9 +155,9 @@ class _Slot:
     place: tuple[int, int]
     begin_s: float
     gone_s: float
+    lost: bool
     window_s: float = 0.0
     had_rank: bool = False
-    lost: bool = False
 
     def pass_through(self, span: Span, ranks: Mapping[int, frozenset[tuple[int, int]]]) -> None:
         """Take this slot's part of a span."""
@@ -208,7 +210,7 @@ def _present(history: History, end_s: float) -> dict[tuple[int, int], tuple[floa
     founders = job.nodes + job.spares
     nodes = {*range(founders), *(one.node for one in history.nodes)}
     nodes |= {node for one in history.generations for node, _slot in one.places}
-    up, lost = _first(history.events, NODE_UP), _first(history.events, NODE_LOST)
+    up, lost = _first(history.events, NODE_UP), _first(history.events, NODE_GONE)
     return {
         (node, slot): (
             # A founder's slots were the job's while its agent was still coming up.
@@ -220,14 +222,20 @@ def _present(history: History, end_s: float) -> dict[tuple[int, int], tuple[floa
     }
 
 
-def _first(events: Iterable[EventRecord], kind: str) -> dict[int, float]:
+def _first(events: Iterable[EventRecord], kinds: Collection[str]) -> dict[int, float]:
     """Return when each node was first told of so."""
     found: dict[int, float] = {}
     for one in events:
-        if one.kind == kind:
+        if one.kind in kinds:
             node = one.about.node if one.about is not None else one.node
             found[node] = min(one.at_s, found.get(node, one.at_s))
     return found
+
+
+def _freed(events: Iterable[EventRecord]) -> set[int]:
+    """Return the nodes that Slurm has back, whose slots are the job's no more."""
+    gone = (one.about for one in events if one.kind in NODE_GONE and one.about is not None)
+    return {about.node for about in gone if (about.error or "").startswith(GIVEN_BACK)}
 
 
 def _spans(history: History, end_s: float) -> Iterator[Span]:

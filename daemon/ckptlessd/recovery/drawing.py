@@ -13,11 +13,10 @@ from ckptless.daemon.ckptlessd.recovery.events import NodeLost, ToAgent
 from ckptless.daemon.ckptlessd.recovery.job_state import JobState
 from ckptless.daemon.ckptlessd.recovery.sizes import LOOK_S
 from ckptless.daemon.protocol import messages as m
+from ckptless.daemon.protocol.records import GIVEN_BACK
 
 # What is lacking is said again so often, also where it is nothing: another leader may have said more.
 AGAIN_S = 5.0
-# Why a node is out of the job which Slurm is to have again: the reason begins so, and all daemons know it.
-GIVEN_BACK = "given back to Slurm"
 
 
 @dataclass

@@ -15,10 +15,11 @@ from ckptless.daemon.ckptlessd.job_host import JobHost
 from ckptless.daemon.ckptlessd.planning.faults import NodeView
 from ckptless.daemon.ckptlessd.recovery import events as e
 from ckptless.daemon.ckptlessd.recovery.controller import Controller
-from ckptless.daemon.ckptlessd.recovery.drawing import GIVEN_BACK, Drawing
+from ckptless.daemon.ckptlessd.recovery.drawing import Drawing
 from ckptless.daemon.ckptlessd.requests import resize
 from ckptless.daemon.protocol import messages as m
 from ckptless.daemon.protocol.peers.agreement import NO_BALLOT, Decree, Durable
+from ckptless.daemon.protocol.records import GIVEN_BACK
 from ckptless.daemon.protocol.requests import ResizeJob
 
 from .lease_nodes import Node, first_generation, job_spec, lost_by

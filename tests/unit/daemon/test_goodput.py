@@ -374,6 +374,25 @@ def test_a_node_that_was_drawn_in_counts_from_when_it_came() -> None:
     assert account.seconds["spare"] == pytest.approx(2 * 3.0)
 
 
+@pytest.mark.parametrize(
+    ("kind", "reason", "lost_s"),
+    [
+        ("evicted", "taken out by uid 1001", 2 * 4.0),
+        ("evicted", "given back to Slurm by uid 1001", 0.0),
+        ("node-lost", "Slurm has it down", 2 * 4.0),
+    ],
+)
+def test_a_node_that_slurm_has_back_costs_the_job_nothing_more(kind: str, reason: str, lost_s: float) -> None:
+    truth = Truth(random.Random(8))
+    truth.begin()
+    truth.step()
+    history = truth.history(exit_code=None)
+    gone = event(kind, truth.now_s, 0, Subject(node=2, error=reason))
+    account = of_run(dataclasses.replace(history, events=[*history.events, gone]), truth.now_s + 4)
+    assert account.seconds["lost"] == pytest.approx(lost_s)
+    assert account.total_s == pytest.approx(account.wall_s * account.slots - (2 * 4.0 - lost_s))
+
+
 def test_steps_longer_than_their_windows_are_made_shorter_and_told() -> None:
     truth = Truth(random.Random(5), nodes=1, spares=0, per_node=1)
     truth.begin()
