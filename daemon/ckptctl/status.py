@@ -130,7 +130,7 @@ def _rows(found: Snapshot) -> Iterator[tuple[object, ...]]:
     slots: dict[int, list[SlotRecord]] = {}
     for slot in found.slots:
         slots.setdefault(slot.node, []).append(slot)
-    now_s = time.time()
+    now_s, rank_of = time.time(), view.ranks_in(found.generation)
     for number in sorted(nodes.keys() | slots.keys()):
         head = _node_cells(number, nodes.get(number))
         if number not in slots:
@@ -139,7 +139,7 @@ def _rows(found: Snapshot) -> Iterator[tuple[object, ...]]:
             yield (
                 *head,
                 slot.slot,
-                view.rank_of(slot, found.generation),
+                rank_of(slot),
                 slot.pid,
                 slot.phase,
                 slot.step,

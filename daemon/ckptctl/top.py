@@ -32,6 +32,8 @@ from ckptless.daemon.protocol.errors import CkptlessError
 from ckptless.daemon.protocol.records import EventRecord, JobRecord
 
 _EVENTS = 6
+# Nothing is done for so many times as long as a look takes.
+_IDLE = 4
 # Lines that are neither nodes nor events: four above the table, its head, the folded, keys, two blank ones.
 _OTHERS = 9
 _COLOURS = {
@@ -102,13 +104,15 @@ def top(asked: Asked, interval_s: float, sort: Sort, once: bool) -> None:
     signal.signal(signal.SIGTERM, lambda number, _frame: sys.exit(128 + number))
     with _one_key_at_a_time() as keyboard, Live(screen=True, auto_refresh=False) as live:
         while True:
+            began_s = time.monotonic()
             try:
                 page = board.page(live.console.height)
             except CkptlessError as error:
                 # Its daemon may come back.
                 page = Text(render.harmless(str(error)), style="red")
             live.update(page, refresh=True)
-            key = _key(keyboard, interval_s)
+            # Of a large job a look takes a while, and is the daemon's work, too.
+            key = _key(keyboard, max(interval_s, _IDLE * (time.monotonic() - began_s)))
             if key in _ENDS:
                 return
             if key == "s":

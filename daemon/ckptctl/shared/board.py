@@ -5,7 +5,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import Literal, get_args
 
-from ckptless.daemon.ckptctl.shared.view import rank_of
+from ckptless.daemon.ckptctl.shared.view import ranks_in
 from ckptless.daemon.ckptlessd.planning.pace import slow
 from ckptless.daemon.ledger.merge import Snapshot
 from ckptless.daemon.protocol.limits import runs
@@ -43,7 +43,7 @@ class NodeLine:
 
 def node_lines(found: Snapshot, now_s: float) -> list[NodeLine]:
     """Return a line for each node that is known, by number."""
-    generation = found.generation
+    generation, rank_of = found.generation, ranks_in(found.generation)
     slots: dict[int, list[SlotRecord]] = {node.node: [] for node in found.nodes}
     for slot in found.slots:
         slots.setdefault(slot.node, []).append(slot)
@@ -58,7 +58,7 @@ def node_lines(found: Snapshot, now_s: float) -> list[NodeLine]:
     newest = max((slot.step for slot in found.slots if slot.step is not None), default=0)
     lines = []
     for node, mine in sorted(slots.items()):
-        told = [(slot, rank) for slot in mine if isinstance(rank := rank_of(slot, generation), int)]
+        told = [(slot, rank) for slot in mine if isinstance(rank := rank_of(slot), int)]
         training = [slot for slot, _ in told]
         steps = [slot.step for slot in training if slot.step is not None]
         own = [paces[rank] for _, rank in told if rank in paces]

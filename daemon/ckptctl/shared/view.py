@@ -1,7 +1,7 @@
 """Reads, for a command, the job that was asked for."""
 
 from collections import Counter
-from collections.abc import Collection
+from collections.abc import Callable, Collection
 from itertools import groupby
 from typing import NamedTuple
 
@@ -144,21 +144,26 @@ def last_drill(found: Snapshot) -> EventRecord | None:
 
 def spares_left(found: Snapshot) -> int:
     """The number of slots that could still take a rank: in no generation now, and not on a lost node."""
-    lost, generation = found.lost, found.generation
-    return sum(slot.node not in lost and rank_of(slot, generation) == "spare" for slot in found.slots)
+    lost, rank_of = found.lost, ranks_in(found.generation)
+    return sum(slot.node not in lost and rank_of(slot) == "spare" for slot in found.slots)
 
 
-def rank_of(slot: SlotRecord, generation: GenerationRecord | None) -> int | str:
-    """The slot's rank, "spare", or "-" for a slot whose rank now lives elsewhere.
+def ranks_in(generation: GenerationRecord | None) -> Callable[[SlotRecord], int | str]:
+    """Return what tells a slot's rank, "spare", or "-" for a slot whose rank now lives elsewhere.
 
     The agreed generation is asked before the slot: nobody updates the record of a slot that was lost.
     """
-    if generation is not None and slot.generation <= generation.generation:
-        place = (slot.node, slot.slot)
-        if place in generation.places:
-            return generation.places.index(place)
-        return "spare" if slot.rank is None else "-"
-    return "spare" if slot.rank is None else slot.rank
+    places = {} if generation is None else {place: rank for rank, place in enumerate(generation.places)}
+
+    def rank_of(slot: SlotRecord) -> int | str:
+        if generation is not None and slot.generation <= generation.generation:
+            rank = places.get((slot.node, slot.slot))
+            if rank is not None:
+                return rank
+            return "spare" if slot.rank is None else "-"
+        return "spare" if slot.rank is None else slot.rank
+
+    return rank_of
 
 
 def total_s(recovery: RecoveryRecord) -> float:

@@ -14,6 +14,7 @@ import re
 from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from itertools import pairwise
+from typing import TypeAlias
 
 from ckptless.daemon.protocol.records import (
     GIVEN_BACK,
@@ -56,6 +57,9 @@ KINDS = frozenset({*NODE_UP, *NODE_GONE, TRAINS})
 
 # The name of a run of a Slurm job that was started before (daemon/slurm/run_name.py): 4711.1, or 4711.s3r1.
 _RESTARTED = re.compile(r"\.(s\d+r)?[1-9]\d*$", re.ASCII)
+
+
+Place: TypeAlias = tuple[int, int]
 
 
 @dataclass(frozen=True)
@@ -118,20 +122,43 @@ def of_run(history: History, now_s: float) -> Account:
     job = history.job
     end_s = max(job.started_s, job.ended_s if job.ended_s is not None else now_s)
     spans = [*_spans(history, end_s)]
-    ranks = {one.generation: frozenset(one.places) for one in history.generations}
+    ranks = _ranks(history.generations)
+    # Of a slot that the job has all the time it matters who had ranks, and of that there is little new.
+    whole: dict[frozenset[Place], dict[str, float]] = {}
+    for span in spans:
+        kinds = whole.setdefault(ranks.get(span.generation, frozenset()), {})
+        kinds[span.kind] = kinds.get(span.kind, 0.0) + span.end_s - span.begin_s
     told = {(one.node, one.slot): one for one in history.slots}
-    present = _present(history, end_s)
+    present, freed = _present(history, end_s), _freed(history.events)
+    last = spans[-1] if spans and spans[-1].kind == "window" else None
     account = Account(wall_s=end_s - job.started_s, slots=len(present))
-    freed = _freed(history.events)
     for place, (begin_s, gone_s) in present.items():
-        slot = _Slot(account, place, begin_s, gone_s, lost=gone_s < end_s)
-        for span in spans:
-            slot.pass_through(span, ranks)
+        slot = _Slot(account, gone_s, lost=gone_s < end_s)
+        if begin_s == job.started_s and not slot.lost:
+            for places, kinds in whole.items():
+                for kind, seconds in kinds.items():
+                    slot.take(kind, seconds, has_rank=place in places)
+        else:
+            for span in spans:
+                seconds = max(0.0, min(span.end_s, gone_s) - max(span.begin_s, begin_s))
+                has_rank = place in ranks.get(span.generation, frozenset())
+                slot.take(span.kind, seconds, has_rank=has_rank)
         if place[0] not in freed:
             account.seconds["lost"] += max(0.0, end_s - max(gone_s, begin_s))
-        last = spans[-1] if spans and spans[-1].kind == "window" else None
         slot.settle(told.get(place), last, job)
     return account
+
+
+def _ranks(generations: Iterable[GenerationRecord]) -> dict[int, frozenset[Place]]:
+    """Return the slots that have a rank in each generation; one object for those that are alike."""
+    found: dict[int, frozenset[Place]] = {}
+    places: tuple[Place, ...] = ()
+    slots: frozenset[Place] = frozenset()
+    for one in generations:
+        if one.places != places:
+            places, slots = one.places, frozenset(one.places)
+        found[one.generation] = slots
+    return found
 
 
 def of_runs(runs: Iterable[tuple[JobRecord, Account]]) -> Account:
@@ -152,27 +179,23 @@ class _Slot:
     """The time of one slot; `window_s` of it are windows in which it had a rank."""
 
     account: Account
-    place: tuple[int, int]
-    begin_s: float
     gone_s: float
     lost: bool
     window_s: float = 0.0
     had_rank: bool = False
 
-    def pass_through(self, span: Span, ranks: Mapping[int, frozenset[tuple[int, int]]]) -> None:
-        """Take this slot's part of a span."""
-        seconds = max(0.0, min(span.end_s, self.gone_s) - max(span.begin_s, self.begin_s))
-        has_rank = self.place in ranks.get(span.generation, frozenset())
-        if span.kind == "start":
+    def take(self, kind: str, seconds: float, *, has_rank: bool) -> None:
+        """Take so many seconds of a part of the job's time."""
+        if kind == "start":
             # Nobody has a rank before the first generation.
             self.account.seconds["start"] += seconds
         elif not has_rank:
             self.account.seconds["spare"] += seconds
-        elif span.kind == "window":
+        elif kind == "window":
             self.window_s += seconds
             self.had_rank |= seconds > 0
         else:
-            self.account.seconds[span.kind] += seconds
+            self.account.seconds[kind] += seconds
 
     def settle(self, told: SlotRecord | None, last: Span | None, job: JobRecord) -> None:
         """Divide the time of windows as the slot's own count says; `last`: the one that the job ended in."""
@@ -203,7 +226,7 @@ class _Slot:
         seconds["unfinished"] += left_s - tail_s
 
 
-def _present(history: History, end_s: float) -> dict[tuple[int, int], tuple[float, float]]:
+def _present(history: History, end_s: float) -> dict[Place, tuple[float, float]]:
     """Return from when to when the job had each slot, by node and slot."""
     job, first = history.job, next(iter(history.generations), None)
     per_node = (len(first.places) if first is not None else job.world_size) // max(1, job.nodes)
