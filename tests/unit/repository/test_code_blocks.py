@@ -1,0 +1,142 @@
+"""What pages show in code: commands and options that there are, settings that load, Python that parses."""
+
+from __future__ import annotations
+
+import ast
+import re
+import shlex
+import textwrap
+from collections.abc import Iterator
+from pathlib import Path
+
+import click
+import pytest
+
+import ckptless
+from ckptless.daemon.ckptctl.main import ckptctl
+from ckptless.daemon.ckptlessd.main import command as ckptlessd
+from ckptless.daemon.launch.main import command as ckptless_run
+from ckptless.daemon.settings.options import KEYS
+from ckptless.daemon.settings.site import load_settings
+from ckptless.doctor.__main__ import command as ckptless_doctor
+
+ROOT = Path(__file__).parents[3]
+PAGES = sorted([*ROOT.glob("*.md"), *(ROOT / "docs").rglob("*.md")])
+BLOCK = re.compile(r"^( *)```(\w*)\n(.*?)^ *```$", re.MULTILINE | re.DOTALL)
+INLINE = re.compile(r"`([^`\n]+)`")
+PROGRAMS: dict[str, click.Command] = {
+    "ckptctl": ckptctl,
+    "ckptlessd": ckptlessd,
+    "ckptless-run": ckptless_run,
+    "ckptless-doctor": ckptless_doctor,
+}
+# A line of an sbatch script or of a shell that begins one of our programs.
+LINE = re.compile(rf"(?:^|[\s\"'/])({'|'.join(PROGRAMS)})(?=\s|$)(.*)")
+SECTIONS = {key.partition(".")[0] for key in KEYS}
+
+
+def blocks(*languages: str) -> Iterator[tuple[str, str]]:
+    for page in PAGES:
+        for number, (_indent, language, text) in enumerate(BLOCK.findall(page.read_text())):
+            if language in languages:
+                yield f"{page.relative_to(ROOT)}, block {number + 1}", textwrap.dedent(text)
+
+
+def commands() -> Iterator[tuple[str, str, list[str]]]:
+    """Every command line of ours that a page shows: where, which program, its words."""
+    lines = [
+        (where, line) for where, text in blocks("bash", "console", "sh", "") for line in text.splitlines()
+    ]
+    for page in PAGES:
+        prose = BLOCK.sub("", page.read_text())
+        lines += [(str(page.relative_to(ROOT)), code) for code in INLINE.findall(prose)]
+    for where, line in lines:
+        found = LINE.search(line)
+        # What a program prints is no command; its name stands there, too.
+        if found is None or re.match(r"\d\d:\d\d:\d\d", line):
+            continue
+        try:
+            words = shlex.split(found[2], comments=True)
+        except ValueError:
+            # The rest of it is on the next line, or in another's quotes.
+            words = found[2].replace('"', " ").replace("'", " ").split()
+        yield where, found[1], words
+
+
+def unknown(program: str, words: list[str]) -> str | None:
+    """What of a command line there is not; options after a script are the script's."""
+    command = PROGRAMS[program]
+    known = _options(command)
+    while isinstance(command, click.Group) and words and not words[0].startswith(("-", "|", "<", ">", "[")):
+        if words[0] not in command.commands:
+            return words[0]
+        command, words = command.commands[words[0]], words[1:]
+        known |= _options(command)
+    for word in words:
+        if program == "ckptless-run" and word.endswith((".py", "...")):
+            break
+        if word in ("|", "&&", ";", "||", ">", "&"):
+            break
+        # Of alternatives each begins with hyphens.
+        if (
+            "|" not in word
+            and re.match(r"--?[a-z]", word)
+            and word.partition("=")[0].rstrip(",.;") not in known
+        ):
+            return word
+    return None
+
+
+def _options(command: click.Command) -> set[str]:
+    found = {name for one in command.params if isinstance(one, click.Option) for name in one.opts}
+    found |= {name for one in command.params if isinstance(one, click.Option) for name in one.secondary_opts}
+    return found | {"--help"}
+
+
+def test_every_command_line_has_commands_and_options_that_there_are() -> None:
+    lines = [*commands()]
+    assert len(lines) > 60
+    wrong = {
+        f"{where}: {program} {' '.join(words)}": bad
+        for where, program, words in lines
+        if (bad := unknown(program, words))
+    }
+    assert wrong == {}
+
+
+@pytest.mark.parametrize(
+    ("line", "bad"),
+    [
+        ("ckptctl goodput 4711 --price 2", None),
+        ("ckptctl goodput 4711 --prize 2", "--prize"),
+        ("ckptctl godput", "godput"),
+        ("ckptless-run --local --nodez 4 train.py", "--nodez"),
+        ("ckptless-run --local train.py --lr 3", None),
+    ],
+)
+def test_a_stale_line_is_found(line: str, bad: str | None) -> None:
+    found = LINE.search(line)
+    assert found is not None
+    assert unknown(found[1], shlex.split(found[2])) == bad
+
+
+def test_settings_load(tmp_path: Path) -> None:
+    ours = [(where, text) for where, text in blocks("yaml") if text.partition(":")[0] in SECTIONS]
+    assert len(ours) >= 3
+    for where, text in ours:
+        file = tmp_path / "ckptless.yaml"
+        file.write_text(f"version: 1\n{text}" if "version:" not in text else text)
+        assert load_settings(file).given, where
+
+
+def test_python_parses_and_names_what_there_is() -> None:
+    found = [*blocks("python")]
+    assert found
+    for where, text in found:
+        tree = ast.parse(text)
+        for node in ast.walk(tree):
+            if isinstance(node, ast.Attribute) and isinstance(node.value, ast.Name):
+                if node.value.id == "ckptless":
+                    assert hasattr(ckptless, node.attr), f"{where}: ckptless.{node.attr}"
+                if node.value.id == "run":
+                    assert hasattr(ckptless.Run, node.attr), f"{where}: run.{node.attr}"
