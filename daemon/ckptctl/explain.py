@@ -202,6 +202,8 @@ def _recovery(recovery: RecoveryRecord, found: Snapshot) -> Sentence:
             text = f"{_begun(why)}. The job went on{step} after {took_s:.2f} s ({part}), with {rung}."
         case "superseded":
             text = f"{_begun(why)}. Before the job went on, after {took_s:.2f} s, something else came."
+        case "unwatched":
+            text = f"{_begun(why)}. The script ran on, with {rung}; it tells of no steps."
         case "failed":
             text = f"{_begun(why)}. There was no way to go on."
         case _:

@@ -153,7 +153,8 @@ def _show_classes(account: Account, price: float | None) -> None:
     ranks = f", {100 * trained_s / (total_s - spare_s):.2f} % without spares" if spare_s < total_s else ""
     hours = f"{trained_s / unit_s:.2f} of {total_s / unit_s:.2f} slot {unit}"
     whole = f"{account.slots} slots, {render.span(account.wall_s)}"
-    click.echo(f"goodput {100 * account.goodput:.2f} %{ranks}: {hours}; {whole}")
+    least = "at least " if account.seconds["untold"] else ""
+    click.echo(f"goodput {least}{100 * account.goodput:.2f} %{ranks}: {hours}; {whole}")
 
 
 def _warn(account: Account) -> None:

@@ -164,8 +164,8 @@ class RecoveryRecord(Struct, frozen=True, kw_only=True, tag="recovery", forbid_u
     """A recovery, from the first sign of a fault to the first new step. Key: job, generation (the new one).
 
     `phases` maps names of PHASES to seconds, as far as the recovery came. `outcome`: "recovered",
-    "superseded" (another fault came first; the next generation's recovery goes on), "failed", or None
-    while it runs.
+    "superseded" (another fault came first; the next generation's recovery goes on), "failed", "unwatched"
+    (the job is done, and its script told of no steps), or None while it runs.
     """
 
     job: JobName

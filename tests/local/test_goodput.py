@@ -91,3 +91,28 @@ def test_a_picture(job: Job, tmp_path: Path) -> None:
     result = CliRunner().invoke(ckptctl, ["--state-dir", str(job.state_dir), "goodput", "--png", str(file)])
     assert result.exit_code == 0, result.output
     assert file.read_bytes().startswith(b"\x89PNG")
+
+
+PLAIN = """
+import os, signal, sys, time
+time.sleep(1)
+if os.environ["RANK"] == "1" and not os.path.exists(sys.argv[1]):
+    open(sys.argv[1], "w").close()
+    os.kill(os.getpid(), signal.SIGKILL)
+time.sleep(1)
+"""
+
+
+def test_of_a_plain_script_it_is_said_that_nothing_is_known(tmp_path: Path) -> None:
+    script = tmp_path / "plain.py"
+    script.write_text(PLAIN)
+    options = ["--nodes", 2, "--max-restarts", 1]
+    with Job(tmp_path / "job", options, [script, tmp_path / "struck"]) as ended:
+        assert ended.wait() == 0, ended.story()
+    # Its processes were started again, and whoever did it has not seen a step.
+    assert [(one.rung, one.outcome) for one in ended.ledger().recoveries] == [("process", "unwatched")]
+    (account,) = asked(ended)["jobs"]
+    told = {name for name, seconds in account["seconds"].items() if seconds}
+    assert {"start", "untold"} <= told <= {"start", "untold", "detect", "stop", "leave", "agree"}
+    assert (account["untold"], account["goodput"]) == (2, None)
+    assert account["seconds"]["untold"] > 2 * 2 * 1.0

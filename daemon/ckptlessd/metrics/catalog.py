@@ -81,7 +81,7 @@ OF_LED = (
     Metric(
         "ckptless_recoveries",
         "counter",
-        "Recoveries that are over, by how: recovered, failed, or superseded by the next one.",
+        "Recoveries that are over, by how: recovered, failed, superseded by the next one, or unwatched.",
         ("outcome",),
     ),
     Metric(

@@ -94,8 +94,9 @@ class Account:
 
     @property
     def goodput(self) -> float | None:
-        """The part of them in which the job trained; None where there are none."""
-        return self.seconds["training"] / self.total_s if self.total_s else None
+        """The part of them in which the job trained, at least; None where nothing of it is known."""
+        trained_s, total_s = self.seconds["training"], self.total_s
+        return trained_s / total_s if trained_s or (total_s and not self.seconds["untold"]) else None
 
     def add(self, other: "Account") -> None:
         """Add another run's."""
@@ -282,6 +283,9 @@ def _marks(history: History) -> Iterator[tuple[float, str, int]]:
     recoveries = {one.generation: one for one in history.recoveries}
     known = {one.generation: one for one in history.generations}
     first_steps = {one.generation: one.at_s for one in history.events if one.kind == TRAINS}
+    if _tells_nothing(history):
+        # Its processes run from when they were told to: nobody knows more.
+        first_steps = {one.generation: one.agreed_s for one in history.generations}
     trained = False
     for number in sorted({*recoveries, *known}):
         generation, recovery = known.get(number), recoveries.get(number)
@@ -298,6 +302,14 @@ def _marks(history: History) -> Iterator[tuple[float, str, int]]:
         if began_s is not None:
             trained = True
             yield began_s, "window", number
+
+
+def _tells_nothing(history: History) -> bool:
+    """Whether the job has a script without `ckptless.run`, whose processes only start and end."""
+    steps = any(one.kind == TRAINS for one in history.events)
+    steps |= any(one.outcome == "recovered" for one in history.recoveries)
+    ranks = [one for one in history.slots if one.rank is not None]
+    return bool(ranks) and not steps and all(one.phase in ("starting", "exited") for one in ranks)
 
 
 def _phases(recovery: RecoveryRecord, generation: int) -> Iterator[tuple[float, str, int]]:

@@ -172,7 +172,7 @@ class Leading:
         """The end that this leader has proposed is agreed on."""
         job = self.job
         self.losses.end()
-        self.log.ended()
+        self.log.ended(done=outcome.state == "done")
         assert job.spec is not None
         ranks = len(job.assignment.places) if job.assignment is not None else None
         job.share(ledger_rows.job(job.spec, outcome.state, job.started, outcome, now, ranks=ranks))

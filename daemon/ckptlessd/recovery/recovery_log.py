@@ -110,10 +110,17 @@ class RecoveryLog:
             self.job.announce(event_lines.Line("info", "recovered", text), now)
             self._timeline = None
 
-    def ended(self) -> None:
-        """The job ends; what recovery there was has failed."""
-        if self._timeline is not None:
-            assignment = self.job.assignment
-            assert assignment is not None  # it was stopped
-            causes = plan.causes(self.faults)
-            self.job.share(ledger_rows.failed_recovery(assignment, self._timeline, causes))
+    def ended(self, *, done: bool) -> None:
+        """The job ends; what recovery there was has failed. Of one that is done, nobody has seen its end.
+
+        Its script tells of no steps, or has made none since.
+        """
+        if self._timeline is None:
+            return
+        assignment = self.job.assignment
+        assert assignment is not None  # it was stopped
+        if done:
+            self.job.share(ledger_rows.recovery(assignment, self._timeline, "unwatched"))
+            return
+        causes = plan.causes(self.faults)
+        self.job.share(ledger_rows.failed_recovery(assignment, self._timeline, causes))

@@ -352,13 +352,49 @@ def test_a_recovery_cut_short_by_another_fault_goes_on_until_that_one() -> None:
     assert account.total_s == pytest.approx(account.wall_s * account.slots)
 
 
-def test_a_plain_script_tells_of_no_steps() -> None:
+@pytest.mark.parametrize("phase", ["starting", "exited"])
+def test_a_plain_script_tells_of_no_steps(phase: str) -> None:
+    """And nobody sees when it has made one. A rank of it dies after ten seconds, and all begin again."""
     truth = Truth(random.Random(3), spares=0)
-    truth.begin()
-    truth.pass_time(10.0, "untold")
-    account = of_run(truth.history(exit_code=None), truth.now_s)
-    assert account.seconds == pytest.approx(truth.seconds)
-    assert account.untold == 4
+    at_s = truth.started_s
+    truth.generation("start", at_s + 1)
+    truth.generation("process", at_s + 1 + 10 + 0.5, ("f",))
+    recovery = RecoveryRecord(
+        job=JOB,
+        generation=2,
+        rung="process",
+        faults=("f",),
+        restore_step=None,
+        started_s=at_s + 11,
+        phases={"detect": 0.25, "stop": 0.25, "leave": 0.0, "agree": 0.0},
+        outcome="unwatched" if phase == "exited" else None,
+    )
+    truth.recoveries.append(recovery)
+    truth.now_s = at_s + 21.5
+    slots = [
+        SlotRecord(
+            job=JOB,
+            node=node,
+            slot=slot,
+            rank=2 * node + slot,
+            generation=2,
+            pid=1,
+            phase=phase,
+            step=None,
+            loss=None,
+            updated_s=truth.now_s,
+        )
+        for node, slot in truth.places
+    ]
+    history = dataclasses.replace(truth.history(exit_code=0 if phase == "exited" else None), slots=slots)
+    account = of_run(history, truth.now_s)
+    told = {name: seconds / 4 for name, seconds in account.seconds.items() if seconds}
+    assert told == pytest.approx({"start": 1.0, "untold": 20.0, "detect": 0.25, "stop": 0.25})
+    assert (account.untold, account.goodput) == (4, None)
+    # One of `ckptless.run` that has only begun says more than that.
+    begins = [structs.replace(one, phase="joined") for one in slots]
+    account = of_run(dataclasses.replace(history, slots=begins), truth.now_s)
+    assert {name for name, seconds in account.seconds.items() if seconds} == {"start"}
 
 
 def test_a_node_that_was_drawn_in_counts_from_when_it_came() -> None:
