@@ -26,7 +26,7 @@ _DAY_S, _HOUR_S = 86400.0, 3600.0
 )
 @click.option(
     "--price",
-    type=click.FloatRange(min=0),
+    type=click.FloatRange(min=0, min_open=True),
     metavar="COST",
     help="What a GPU costs for an hour, in any currency: show what each class has cost.",
 )
@@ -47,7 +47,8 @@ def goodput(asked: Asked, every: bool, days: float | None, price: float | None, 
     """
     found = _many(asked, days) if every or days is not None else _one(asked)
     if not found:
-        raise CkptlessError(f"no job has ended in the last {days:g} days, and none goes on")
+        when = "" if days is None else f" that ended in the last {days:g} days, or goes on"
+        raise CkptlessError(f"there is no job{when}")
     whole = Account()
     for account in found.values():
         whole.add(account)
@@ -109,7 +110,7 @@ def _shown(account: Account, price: float | None) -> dict[str, object]:
 
 
 def _cost(account: Account, price: float) -> float:
-    """What the slots have cost: none are held in the queue."""
+    """Return what the slots have cost: none are held in the queue."""
     return (account.total_s - account.seconds["queue"]) / _HOUR_S * price
 
 

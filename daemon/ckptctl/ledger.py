@@ -102,7 +102,7 @@ def check(asked: Asked) -> None:
         try:
             with Ledger.open_readonly(path) as one:
                 one.check()
-                found.append({"ledger": str(path), "sound": True, "nbytes": one.nbytes, "why": ""})
+                found.append({"ledger": str(path), "sound": True, "nbytes": one.used_nbytes, "why": ""})
         except LedgerError as error:
             found.append(
                 {"ledger": str(path), "sound": False, "nbytes": path.stat().st_size, "why": str(error)}

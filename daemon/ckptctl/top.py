@@ -122,7 +122,7 @@ def top(asked: Asked, interval_s: float, sort: Sort, once: bool) -> None:
 
 @dataclass
 class _Board:
-    """What is shown of one job, from look to look."""
+    """The view of one job, from look to look: the order, the rate of steps, and the events told last."""
 
     asked: Asked
     sort: Sort

@@ -223,7 +223,7 @@ class Ledger:
             connection.execute(models.votes.delete().where(models.votes.c.job.in_(over)))
             self._remove(connection, _ended(jobs.state), jobs.ended_s < now_s - kept.keep_s)
         removed = 0
-        while self.nbytes > kept.most_nbytes and removed < MOST_REMOVED:
+        while self.used_nbytes > kept.most_nbytes and removed < MOST_REMOVED:
             first = select(jobs.job).where(_ended(jobs.state)).order_by(jobs.ended_s, jobs.job).limit(1)
             with self._writing(full=False) as connection:
                 if (job := connection.execute(first).scalar()) is None:
@@ -243,7 +243,7 @@ class Ledger:
             connection.execute(table.delete().where(table.c.job.in_(jobs)))
 
     @property
-    def nbytes(self) -> int:
+    def used_nbytes(self) -> int:
         """Bytes of the file that are used; without what SQLite keeps beside it."""
         with _sentences(self.path, "read"), self._engine.connect() as connection:
             return used_nbytes(connection)

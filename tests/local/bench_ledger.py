@@ -148,7 +148,7 @@ def main(jobs: int) -> None:
         for _ in range(AGAIN):
             ledger.write(told_again("job-0", DAY_S))
         took["write_a_second_s"] = round((time.perf_counter() - began) / AGAIN, 5)
-        nbytes = ledger.nbytes
+        nbytes = ledger.used_nbytes
         began = time.perf_counter()
         page = ledger.page(Read(protocol=PROTOCOL, tables=("job",)), 1001, jobs + 1, 1 << 30)
         timed("list_jobs", began)
@@ -161,7 +161,7 @@ def main(jobs: int) -> None:
         began = time.perf_counter()
         removed = ledger.prune(2 * DAY_S, Retention(keep_s=1.5 * DAY_S))
         timed("prune_half", began)
-        left = ledger.nbytes
+        left = ledger.used_nbytes
         began = time.perf_counter()
         for_room = ledger.prune(2 * DAY_S, Retention(most_nbytes=left // 2))
         timed("make_room", began)

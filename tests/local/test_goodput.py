@@ -10,6 +10,7 @@ import pytest
 from click.testing import CliRunner
 
 from ckptless.daemon.ckptctl.main import ckptctl
+from ckptless.daemon.ledger.store import Ledger
 from tests.local.localrun import Job
 
 SCRIPT = Path(__file__).parent / "spent_script.py"
@@ -84,6 +85,15 @@ def test_a_price_and_all_jobs(job: Job) -> None:
     refused = CliRunner().invoke(ckptctl, ["--state-dir", str(job.state_dir), "goodput", "x", "--all"])
     assert refused.exit_code == 2
     assert "give one of them" in refused.stderr
+
+
+def test_where_there_is_no_job_that_is_said(job: Job, tmp_path: Path) -> None:
+    nothing = CliRunner().invoke(ckptctl, ["--state-dir", str(job.state_dir), "goodput", "--days", "1e-9"])
+    assert (nothing.exit_code, "ended in the last 1e-09 days" in nothing.stderr) == (1, True), nothing.output
+    with Ledger.open(tmp_path / "ledger.db"):
+        pass
+    nothing = CliRunner().invoke(ckptctl, ["--state-dir", str(tmp_path), "goodput", "--all"])
+    assert (nothing.exit_code, nothing.stderr) == (1, "ckptctl: error: there is no job\n")
 
 
 def test_a_picture(job: Job, tmp_path: Path) -> None:

@@ -39,7 +39,7 @@ def encode(told: Sequence[Family], *, open_metrics: bool) -> bytes:
 
 
 class _Told(Collector):
-    """What has been collected already."""
+    """A collector of families that are collected already."""
 
     def __init__(self, told: Iterable[Family]) -> None:
         self._told = told

@@ -21,7 +21,7 @@ Values: TypeAlias = Mapping[tuple[str, ...], float | Histogram]
 
 
 class LedgerFacts(NamedTuple):
-    """What is known of the ledger without asking its disk."""
+    """The state of the ledger, as far as it is known without asking its disk."""
 
     nbytes: int = 0
     waiting: int = 0
@@ -37,7 +37,7 @@ class Parts(NamedTuple):
 
 
 class Held(NamedTuple):
-    """What the leader of a job knows of who holds what; for `parts`."""
+    """The holdings of a job's nodes, as its leader knows them; for `parts`."""
 
     holdings: tuple[HoldingRecord, ...]
     lost: frozenset[int]

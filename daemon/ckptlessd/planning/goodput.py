@@ -64,7 +64,7 @@ Place: TypeAlias = tuple[int, int]
 
 @dataclass(frozen=True)
 class History:
-    """What the ledger has of one run. Rows by key, as in a Snapshot; `events` of KINDS at least."""
+    """The rows of one run in the ledger. By key, as in a Snapshot; `events` of KINDS at least."""
 
     job: JobRecord
     nodes: Sequence[NodeRecord]

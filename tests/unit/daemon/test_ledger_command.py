@@ -161,12 +161,12 @@ def test_jobs_that_were_over_first_make_room(tmp_path: Path) -> None:
             ledger.own(name, Owner(1001, RUN), anew=True)
             ledger.write([job(name, ended_s=now_s - (20 - number) * 3600), *events(name, 500)])
         ledger.write([job("runs", started_s=0.0, ended_s=None), *events("runs", 500)])
-        whole = ledger.nbytes
+        whole = ledger.used_nbytes
         assert ledger.prune(now_s) == 0
-        assert ledger.nbytes == whole
+        assert ledger.used_nbytes == whole
         removed = ledger.prune(now_s, Retention(most_nbytes=whole // 2))
         assert 8 <= removed <= 12
-        assert ledger.nbytes <= whole // 2
+        assert ledger.used_nbytes <= whole // 2
         left = {one.job for one in ledger.rows(JobRecord)}
         assert left == {"runs", *(f"over-{number:02}" for number in range(removed, 20))}
         assert len(ledger.rows(EventRecord, "over-00")) == 0
