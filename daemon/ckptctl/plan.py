@@ -1,4 +1,7 @@
-"""`ckptctl plan`: whether the nodes of a job that does not run yet can hold its state and send its copies."""
+"""`ckptctl plan`: whether the nodes of a job that does not run yet can hold its state and send its copies.
+
+And, where one says how often a node fails, what that will cost it.
+"""
 
 import math
 import re
@@ -13,6 +16,7 @@ from ckptless.daemon.ckptctl.shared.options import wants_json, with_json
 from ckptless.daemon.protocol.errors import UsageError
 from ckptless.daemon.protocol.limits import MOST_NODES, MOST_RANKS, MOST_SLOTS, size_text
 from ckptless.daemon.replication.footprint import Shape, shortest_cadence
+from ckptless.daemon.replication.outlook import Outlook, losses_per_s
 from ckptless.daemon.settings.option_kinds import memory
 from ckptless.daemon.settings.options import RunOptions
 
@@ -20,6 +24,9 @@ Sharding = Literal["fsdp", "hsdp", "ddp"]
 # In so many times the nodes a place is looked for where a job does not fit.
 MOST_TIMES = 64
 EXIT_DOES_NOT_FIT = 1
+DAY_S = 86400.0
+# A copy in order to the host's pinned memory, bytes per second of each GPU: measured on an H200.
+COPY_RATE = 55e9
 
 
 @dataclass(frozen=True)
@@ -115,6 +122,50 @@ def _finite(_context: click.Context, _option: click.Parameter, value: float | No
     show_default=True,
     help="Steps between two commits, as of ckptless.run.",
 )
+@click.option(
+    "--mtbf",
+    type=_ABOVE_0,
+    callback=_finite,
+    help="Days between two failures of one node; with it, what failures will cost.",
+)
+@click.option(
+    "--spares",
+    type=click.IntRange(0, MOST_NODES),
+    default=RunOptions().spares,
+    show_default=True,
+    help="Nodes.",
+)
+@click.option(
+    "--recovery-s",
+    type=_ABOVE_0,
+    callback=_finite,
+    default=10,
+    show_default=True,
+    help="Seconds from a node's failure until training goes on, as of `ckptctl timeline`.",
+)
+@click.option(
+    "--requeue-s",
+    type=_ABOVE_0,
+    callback=_finite,
+    default=900,
+    show_default=True,
+    help="The same where no spare is left, the wait in the queue included.",
+)
+@click.option(
+    "--repair",
+    type=_ABOVE_0,
+    callback=_finite,
+    default=1,
+    show_default=True,
+    help="Days until a lost node is a spare again.",
+)
+@click.option(
+    "--commit-s",
+    type=click.FloatRange(0, 1e6),
+    callback=_finite,
+    help="Seconds that a commit holds training up.  Default: a copy in order, at 55 GB/s for each GPU.",
+)
+@click.option("--days", type=_ABOVE_0, callback=_finite, default=30, show_default=True, help="The job's.")
 @with_json
 @click.pass_context
 def plan(  # noqa: PLR0913  # an option each
@@ -132,6 +183,13 @@ def plan(  # noqa: PLR0913  # an option each
     nics: int,
     step_s: float | None,
     commit_every: int,
+    mtbf: float | None,
+    spares: int,
+    recovery_s: float,
+    requeue_s: float,
+    repair: float,
+    commit_s: float | None,
+    days: float,
     as_json: bool,
 ) -> None:
     """Say what memory the versions of a state take on a node, what its commits send, and whether that fits.
@@ -142,6 +200,7 @@ def plan(  # noqa: PLR0913  # an option each
     \b
     Example:
         ckptctl plan --gpus 64 --params 70e9 --ram 1024G --nic 400 --step-s 10
+        ckptctl plan --gpus 2304 --params 70e9 --nic 400 --step-s 10 --mtbf 154 --spares 2
     """
     shape = Shape(
         ranks=gpus,
@@ -153,14 +212,39 @@ def plan(  # noqa: PLR0913  # an option each
     rate = None if nic is None else nic * nics * 1e9 / 8
     limits = Limits(ram, rate, step_s, commit_every)
     advice = tuple(_advice(shape, limits))
+    failures = None
+    if mtbf is not None:
+        outlook = Outlook(
+            nodes=shape.nodes,
+            spares=spares,
+            mtbf_s=mtbf * DAY_S,
+            recovery_s=recovery_s,
+            requeue_s=requeue_s,
+            repair_s=repair * DAY_S,
+            step_s=_step_s(step_s),
+            commit_every=commit_every,
+            commit_s=shape.shard_nbytes / COPY_RATE if commit_s is None else commit_s,
+        )
+        failures = _failures(shape, limits, outlook, days)
     if wants_json(context, as_json=as_json):
-        render.show_json(plan=_as_json(shape, limits), fits=limits.fits(shape), advice=advice)
+        render.show_json(
+            plan=_as_json(shape, limits), failures=failures, fits=limits.fits(shape), advice=advice
+        )
     else:
         _show(shape, limits)
+        for line in () if failures is None else _failure_lines(failures):
+            click.echo(line)
         for line in advice or (_good(shape, limits),):
             click.echo(line)
     if not limits.fits(shape):
         context.exit(EXIT_DOES_NOT_FIT)
+
+
+def _step_s(step_s: float | None) -> float:
+    """Raises UsageError where nobody said how long a step takes."""
+    if step_s is None:
+        raise UsageError("--mtbf asks for --step-s: what a failure costs depends on how long steps are")
+    return step_s
 
 
 def _per_node(gpus: int, per_node: int) -> int:
@@ -224,6 +308,44 @@ def _show(shape: Shape, limits: Limits) -> None:
     render.show_table(columns, shown, words=("on a node",))
     if limits.rate is not None:
         click.echo(f"a commit's copies take {render.span(shape.commit_s(limits.rate))} on the network")
+
+
+def _failures(shape: Shape, limits: Limits, outlook: Outlook, days: float) -> dict[str, float | None]:
+    """What nodes' failures will cost: fractions are of the job's time."""
+    best = outlook.with_best_spares()
+    lost = None
+    if limits.rate is not None:
+        # Until a lost node's shards, and those that it held for others, are elsewhere.
+        window_s = outlook.recovery_s + shape.node_nbytes / limits.rate
+        lost = -math.expm1(-losses_per_s(shape.together, outlook.mtbf_s, window_s) * days * DAY_S)
+    return {
+        "between_failures_s": 1 / outlook.failures_per_s,
+        "failure_s": outlook.failure_s,
+        "redone_s": outlook.redone_s,
+        "no_spare": outlook.no_spare,
+        "goodput": outlook.goodput,
+        "commits": outlook.commits,
+        "spares": outlook.spares,
+        "best_spares": best.spares,
+        "best_spares_goodput": best.goodput,
+        "best_commit_every": outlook.best_commit_every(limits.shortest(shape) or 1),
+        "commit_s": outlook.commit_s,
+        "days": days,
+        "all_copies_lost": lost,
+    }
+
+
+def _failure_lines(told: dict[str, Any]) -> Iterator[str]:
+    between, costs = render.span(told["between_failures_s"]), render.span(told["failure_s"])
+    spares = f"{told['spares']} spare{'s' * (told['spares'] != 1)}"
+    yield f"a node fails every {between}, and costs {costs}, {render.span(told['redone_s'])} of it done again"
+    yield f"with {spares} {told['no_spare']:.2%} of the failures find none; goodput {told['goodput']:.2%}"
+    best = f"{told['best_spares']} spares make the most of all nodes"
+    yield f"{best} (goodput {told['best_spares_goodput']:.2%})"
+    held_up = f"a commit holds training up for {told['commit_s'] * 1000:.0f} ms"
+    yield f"{held_up}; the best is commit_every={told['best_commit_every']}"
+    if (lost := told["all_copies_lost"]) is not None:
+        yield f"all copies of a shard are lost in {told['days']:g} days with probability {lost:.1g}"
 
 
 def _good(shape: Shape, limits: Limits) -> str:

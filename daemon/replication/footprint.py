@@ -92,8 +92,8 @@ class Shape:
         return -(-self.state_nbytes // self.shard_ranks)
 
     @cached_property
-    def loads(self) -> tuple[Load, ...]:
-        """The load of each node."""
+    def _holders(self) -> Holders:
+        """Who is to hold what."""
         place = lambda rank: Place(node=rank // self.per_node, slot=rank % self.per_node)  # noqa: E731
         info = lambda node: NodeInfo(node=node, name="", address="", agent_port=0)  # noqa: E731
         shards = shards_like(range(0, self.ranks, self.shard_ranks), self.ranks)
@@ -108,7 +108,19 @@ class Shape:
             restore_step=None,
             shards=shards,
         )
-        return tuple(loads(Holders(assignment, self.copies)).values())
+        return Holders(assignment, self.copies)
+
+    @cached_property
+    def loads(self) -> tuple[Load, ...]:
+        """The load of each node."""
+        return tuple(loads(self._holders).values())
+
+    @property
+    def together(self) -> set[frozenset[int]]:
+        """The sets of nodes of which each has all copies of some shard."""
+        to = self._holders
+        homes = {shard: to.twins(shard) for shard in range(self.shard_ranks)}
+        return {frozenset(own | {info.node for info in to.of_tensors(shard)}) for shard, own in homes.items()}
 
     @property
     def fullest(self) -> Load:

@@ -1,6 +1,8 @@
 """`ckptctl plan`: the table, what to change, exit codes, and what scripts read."""
 
 import json
+import re
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -29,6 +31,31 @@ def test_a_job_that_fits() -> None:
         "a commit's copies take 4.2 s on the network",
         "It fits; the network keeps up with commit_every=1 and more.",
     ]
+
+
+def test_what_failures_will_cost() -> None:
+    done = plan("--nic", 400, "--step-s", 10, "--mtbf", 100, "--spares", 1, "--commit-s", 0.1)
+    assert (done.exit_code, done.stderr) == (0, "")
+    assert done.stdout.splitlines()[-6:-1] == [
+        "a node fails every 300 h, and costs 83.5 s, 5.0 s of it done again",
+        "with 1 spare 7.69% of the failures find none; goodput 99.00%",
+        "0 spares make the most of all nodes (goodput 98.93%)",
+        "a commit holds training up for 100 ms; the best is commit_every=46",
+        "all copies of a shard are lost in 30 days with probability 8e-11",
+    ]
+    asks = plan("--mtbf", 100)
+    assert asks.exit_code == 2
+    assert "--mtbf asks for --step-s" in asks.stderr
+
+
+def test_what_the_page_shows_is_what_it_says() -> None:
+    """A block may leave lines out."""
+    page = (Path(__file__).parents[3] / "docs/admin.md").read_text()
+    blocks = re.findall(r"\$ ckptctl (plan .*)\n([^`]*)```", page)
+    assert len(blocks) == 2
+    for command, shown in blocks:
+        said = CliRunner().invoke(ckptctl, command.split()).stdout.splitlines()
+        assert set(shown.splitlines()) <= set(said)
 
 
 @pytest.mark.parametrize(
@@ -90,6 +117,7 @@ def test_for_scripts(before: tuple[str, ...]) -> None:
             "commit_s": 4.2,
             "shortest_commit_every": None,
         },
+        "failures": None,
         "fits": False,
         "advice": ["Too much for 644 GB of memory: --replicas 1 or 16 nodes."],
     }
