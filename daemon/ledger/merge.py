@@ -9,7 +9,6 @@ from msgspec import structs
 
 from ckptless.daemon.ledger.paths import ledger_files
 from ckptless.daemon.ledger.precedence import Freshness, key, precedence
-from ckptless.daemon.ledger.store import Ledger
 from ckptless.daemon.protocol.errors import LedgerError
 from ckptless.daemon.protocol.records import (
     EventRecord,
@@ -74,6 +73,8 @@ def read_all(state_dir: Path, *, events: bool | Collection[str] = True) -> Snaps
     Each is read as of one moment. None there, or none readable: an empty snapshot without `sources`.
     `events=False` leaves the events unread; or give the kinds that are wanted.
     """
+    from ckptless.daemon.ledger.store import Ledger  # SQLAlchemy: slow to load, and only files need it
+
     ledgers: list[tuple[Record, ...]] = []
     sources: list[Path] = []
     problems: list[Problem] = []

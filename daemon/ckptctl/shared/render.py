@@ -8,10 +8,6 @@ from typing import Any
 
 import click
 import msgspec
-from rich import box
-from rich.console import Console
-from rich.table import Table
-from rich.text import Text
 
 SCHEMA = 1
 
@@ -28,16 +24,20 @@ def show_table(
     columns: Sequence[str], rows: Iterable[Sequence[object]], *, words: Sequence[str] = ()
 ) -> None:
     """Print a table; columns not among `words` hold numbers and stand to the right. None is left blank."""
+    from rich import box, console, table, text  # slow to load, and JSON needs none of it
+
     terminal = sys.stdout.isatty()
     style = box.SIMPLE_HEAD if terminal else None
-    table = Table(box=style, padding=(0, 1, 0, 0) if terminal else (0, 1), pad_edge=False, show_edge=False)
+    grid = table.Table(
+        box=style, padding=(0, 1, 0, 0) if terminal else (0, 1), pad_edge=False, show_edge=False
+    )
     for name in columns:
-        table.add_column(Text(name), justify="left" if name in words else "right", overflow="fold")
+        grid.add_column(text.Text(name), justify="left" if name in words else "right", overflow="fold")
     for row in rows:
-        table.add_row(*(Text("" if cell is None else harmless(str(cell))) for cell in row))
+        grid.add_row(*(text.Text("" if cell is None else harmless(str(cell))) for cell in row))
     page = io.StringIO()
     width = None if terminal else _PLAIN_WIDTH
-    Console(file=page, force_terminal=terminal, width=width, highlight=False).print(table)
+    console.Console(file=page, force_terminal=terminal, width=width, highlight=False).print(grid)
     click.echo("\n".join(line.rstrip() for line in page.getvalue().splitlines()))
 
 

@@ -18,7 +18,6 @@ from ckptless.daemon.ckptctl.shared.ask import ask
 from ckptless.daemon.ckptctl.shared.options import Asked
 from ckptless.daemon.ledger.merge import Snapshot, merge, read_all
 from ckptless.daemon.ledger.paths import LEDGER, default_state_dir, ledger_files
-from ckptless.daemon.ledger.store import Ledger
 from ckptless.daemon.protocol.errors import LedgerError, PeerError
 from ckptless.daemon.protocol.messages import PROTOCOL
 from ckptless.daemon.protocol.records import EventRecord, Record
@@ -128,6 +127,8 @@ def _files(state_dir: Path, events: bool | Collection[str]) -> LedgerSource:
 
 
 def _page_of_file(path: Path, question: Read) -> Page:
+    from ckptless.daemon.ledger.store import Ledger  # slow to load: see merge.read_all
+
     with Ledger.open_readonly(path) as ledger:
         return ledger.page(question, None, _ALL, _ALL)
 

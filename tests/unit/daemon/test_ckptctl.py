@@ -817,12 +817,40 @@ def test_shells_complete_commands_and_options(program: str, typed: str, offered:
     assert f"{asked}=bash_complete" in source
 
 
+@pytest.mark.parametrize(
+    ("words", "loaded"),
+    [
+        (("--version",), {"yaml"}),
+        (("plan", "--gpus", "8", "--params", "1e9", "--json"), {"yaml"}),
+        (("--socket", "/nowhere", "events"), {"yaml", "asyncio"}),
+    ],
+)
+def test_a_command_loads_only_what_it_needs(words: tuple[str, ...], loaded: set[str]) -> None:
+    """Or each waits for what another one needs: SQLAlchemy is a quarter of a second."""
+    slow = ("asyncio", "matplotlib", "numpy", "rich", "sqlalchemy", "torch", "yaml")
+    program = f"""
+import sys
+from ckptless.daemon.ckptctl.main import ckptctl
+try:
+    ckptctl({list(words)!r})
+finally:
+    print(*(name for name in {slow!r} if name in sys.modules), file=sys.stderr)
+"""
+    done = subprocess.run(
+        [sys.executable, "-c", program], capture_output=True, text=True, timeout=60, check=False
+    )
+    assert set(done.stderr.splitlines()[-1].split()) <= loaded, done.stderr
+
+
 def test_help_teaches_and_version_tells() -> None:
     top = invoke("--help")
     assert top.exit_code == 0
     for word in ("Exit codes:", "3  the ledger", "4  no such job", "Example"):
         assert word in top.stdout
-    for name, command in ckptctl.commands.items():
+    context = click.Context(ckptctl)
+    for name in ckptctl.list_commands(context):
+        command = ckptctl.get_command(context, name)
+        assert command is not None
         assert "Example" in invoke(name, "--help").stdout
         # What plans a job asks about none that there is.
         if not isinstance(command, click.Group) and name != "plan":
