@@ -45,8 +45,17 @@ def blocks(*languages: str) -> Iterator[tuple[str, str]]:
 def helped(command: click.Command) -> Iterator[str]:
     """The examples that a command's help has, and those of the commands below it."""
     yield from (line for line in (command.help or "").splitlines() if re.match(r" {4}ckpt", line))
-    for below in command.commands.values() if isinstance(command, click.Group) else ():
+    for below in below_of(command).values():
         yield from helped(below)
+
+
+def below_of(command: click.Command) -> dict[str, click.Command]:
+    """The commands of a group; nothing of one that is none."""
+    if not isinstance(command, click.Group):
+        return {}
+    context = click.Context(command)
+    found = {name: command.get_command(context, name) for name in command.list_commands(context)}
+    return {name: one for name, one in found.items() if one is not None}
 
 
 def commands() -> Iterator[tuple[str, str, list[str]]]:
@@ -76,9 +85,9 @@ def unknown(program: str, words: list[str]) -> str | None:
     command = PROGRAMS[program]
     known = _options(command)
     while isinstance(command, click.Group) and words and not words[0].startswith(("-", "|", "<", ">", "[")):
-        if words[0] not in command.commands:
+        if words[0] not in (below := below_of(command)):
             return words[0]
-        command, words = command.commands[words[0]], words[1:]
+        command, words = below[words[0]], words[1:]
         known |= _options(command)
     for word in words:
         if program == "ckptless-run" and word.endswith((".py", "...")):
