@@ -165,13 +165,12 @@ def python_of(peer: str) -> str:
 # ------------------------------------------------------------------------------------- the systems
 
 
-def ckptless(run: Running) -> None:
+def ckptless(run: Running, **env: str) -> None:
     """Two nodes of this machine, as `ckptless-run --local` has them, so that copies have somewhere to be."""
     command = [sys.executable, "-m", "ckptless.daemon.launch.main", "--local", "--nodes", "2"]
     command += ["--nproc-per-node", str(run.case.ranks // 2), "--max-stall", "60", "--tee", "none"]
-    # A job that is hit on purpose has no budget of restarts.
     command += ["--state-dir", str(run.out / "state"), str(SCRIPTS / "train_ckptless.py")]
-    run.start(command)
+    run.start(command, env)
 
 
 def plain(run: Running) -> None:
@@ -179,9 +178,9 @@ def plain(run: Running) -> None:
     torchrun(run, sys.executable, "train_dcp.py", **{"BENCH_SAVE": ""})
 
 
-def dcp(run: Running) -> None:
+def dcp(run: Running, **env: str) -> None:
     """torchrun as it is."""
-    torchrun(run, sys.executable, "train_dcp.py")
+    torchrun(run, sys.executable, "train_dcp.py", **env)
 
 
 def dcp_tuned(run: Running) -> None:

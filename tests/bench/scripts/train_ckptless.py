@@ -1,5 +1,7 @@
 """The workload with ckptless: a script of `ckptless-run`."""
 
+import json
+import os
 from typing import Any
 
 import workload  # type: ignore[import-not-found]  # run as a script, beside it
@@ -22,4 +24,6 @@ def train(run: Any) -> None:
         run.commit(loss=loss)
 
 
-ckptless.run(train, commit_every=workload.EVERY)
+# How commits are made, where it is not by the defaults.
+OPTIONS: Any = json.loads(os.environ.get("BENCH_OPTIONS", "{}"))
+ckptless.run(train, **{"commit_every": workload.EVERY, **OPTIONS})

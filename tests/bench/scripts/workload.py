@@ -7,7 +7,7 @@ environment: BENCH_OUT, BENCH_LAYOUT (ddp, fsdp), BENCH_SIZE (toy, 20m), BENCH_E
 
 import os
 import time
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 
 import torch
@@ -35,6 +35,8 @@ class Size:
 # 0.03 and 21 million parameters.
 SIZES = {"toy": Size(32, 128, 4, 8, 0.02), "20m": Size(1024, 2048, 5, 8, 0.0)}
 SIZE = SIZES[os.environ["BENCH_SIZE"]]
+# Of the same state more computation.
+SIZE = replace(SIZE, batch=SIZE.batch * int(os.environ.get("BENCH_TIMES", "1")))
 
 
 class Block(nn.Module):
