@@ -102,7 +102,26 @@ scale: $(STAMP)
 	$(BIN)/python -m tests.sim.scale_parts $(SIZES) --json docs/scale_parts.json
 	$(BIN)/python -m tests.sim.scale_memory $(SIZES) --json docs/scale_memory.json
 
+# All of docs/performance.md, ours beside the peers in environments of their own (built at first): half an hour.
+# With LONG=1 every peer in every case, and five minutes of each fire: two hours.
+BENCH := docs/bench
+ifdef LONG
+CRASH := --kills 3 --own-kills 20
+FIRE := --for 300
+else
+CRASH := --short
+FIRE := --for 90
+PEACE := --turns 2 --times 1 32 --for 10
+endif
 bench: $(STAMP)
+	$(BIN)/python -m tests.bench.crash $(CRASH) --json $(BENCH)/crash.json
+	$(BIN)/python -m tests.bench.fire $(FIRE) --json $(BENCH)/fire.json
+	$(BIN)/python -m tests.bench.peace $(PEACE) --json $(BENCH)/peace.json
+	$(BIN)/python -m tests.bench.report
+
+# Recoveries of one job: whether all losses are equal, and in how many seconds.
+.PHONY: bench-faults
+bench-faults: $(STAMP)
 	$(BIN)/python tests/local/bench.py equal
 	$(BIN)/python tests/local/bench.py stall
 

@@ -1,10 +1,10 @@
 """What protection costs while nothing fails: `python -m tests.bench.peace`.
 
-Two ranks of FSDP2 and 21 million parameters, with 1, 8 and 32 times the samples of a step: the same state, and
-more to compute for it. Each way to protect it is a run of its own, in turns with runs that save nothing. What is
-told: the median time of a step, and the CPU time of a step, of a rank and of all processes of the job. Ranks
-and what protects them share the machine's cores here; where training has all of them, what is moved costs it
-its time.
+Two ranks of FSDP2 and 21 million parameters, with 1, 8 and 32 times the samples of a step: the same state,
+and more to compute for it. Each way to protect it is a run of its own, in turns with runs that save nothing.
+What is told: the median time of a step, and its CPU time, of a rank and of all processes of the job.
+Ranks and what protects them share the machine's cores here; where training has all of them, what is moved
+costs it its time.
 """
 
 from __future__ import annotations
@@ -114,7 +114,8 @@ def main() -> None:
                 )
                 sys.stderr.write(
                     f"{times} times, {way}: a step {found.step_s * 1000:.0f} ms ({found.steps}), CPU of a "
-                    f"rank {found.rank_cpu_s * 1000:.0f}, of all {found.job_cpu_s * 1000:.0f}, load {load:.1f}\n"
+                    f"rank {found.rank_cpu_s * 1000:.0f}, of all {found.job_cpu_s * 1000:.0f} ms, "
+                    f"load {load:.1f}\n"
                 )
     if args.json:
         args.json.write_text(json.dumps({"cpus": os.cpu_count(), "runs": told}, indent=1))

@@ -1,0 +1,1 @@
+"""What benches work out of what they have measured."""
