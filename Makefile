@@ -15,7 +15,7 @@ setup: $(STAMP)
 $(STAMP): setup.cfg Makefile
 	$(PYTHON) -m venv $(VENV)
 	$(BIN)/python -m pip install --quiet --progress-bar off $(TORCH)
-	$(BIN)/python -m pip install --quiet --progress-bar off -e '.[daemon,data,plot,test,lint,docs]'
+	$(BIN)/python -m pip install --quiet --progress-bar off -e '.[daemon,data,plot,test,lint,docs,dist]'
 	touch $@
 
 demo: $(STAMP)
@@ -127,6 +127,7 @@ types: $(STAMP)
 	$(BIN)/mypy
 	$(BIN)/mypy docs/options.py docs/events.py docs/metrics.py docs/site.py
 	$(BIN)/mypy docs/demo
+	$(BIN)/mypy etc/packages
 
 imports: $(STAMP)
 	$(BIN)/lint-imports
@@ -176,6 +177,12 @@ uninstall:
 
 install-job-submit uninstall-job-submit:
 	$(MAKE) -C slurm_ext/job_submit $(@:-job-submit=)
+
+# The source archive, the wheel, .deb, .rpm and their checksums, to build/dist: docs/packages.md. ARGS='--python python3.12'
+# where that is the nodes' Python; PLUGINDIR, SLURM_CPPFLAGS as for `make install`.
+.PHONY: dist
+dist: $(STAMP)
+	$(BIN)/python etc/packages/dist.py --into build/dist $(ARGS)
 
 format: $(STAMP)
 	$(BIN)/ruff format .
