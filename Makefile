@@ -67,10 +67,10 @@ coverage: $(STAMP)
 soak: $(STAMP)
 	$(BIN)/python -m pytest -q -s -m soak $(ARGS)
 
-# Another Slurm (trixie: 24.11, sid: 26.05) in a chroot under build/, with the tests on real Slurm in it.
+# Another Slurm (trixie: 24.11, sid: 26.05) in a chroot, with our packages installed, and the tests on real Slurm in it.
 test-slurm-matrix: $(STAMP) slurm-packages
 	set -e; for suite in trixie sid; do \
-		root=$$($(BIN)/python tests/slurm/chroot.py $$suite --into .roots); \
+		root=$$($(BIN)/python -m tests.slurm.packaged $$suite --into .roots); export CKPTLESS_PACKAGED=1; \
 		CKPTLESS_REQUIRE_SLURM=1 CKPTLESS_SLURM_ROOTFS=$$root $(BIN)/python -m pytest -q $(ARGS) \
 			-m 'not slow' tests/slurm; done
 

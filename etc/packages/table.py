@@ -70,7 +70,7 @@ _DAEMON = Package(
         "unpacked": f"""\
 find {HOME} -name __pycache__ -prune -exec rm -rf {{}} +
 find {HOME} -type d -empty -delete
-PYTHON -m compileall -q -j 0 {HOME}/lib
+PYTHON -m compileall -q {HOME}/lib
 if [ -d /run/systemd/system ]; then systemctl daemon-reload; fi
 """,
         # Jobs that run go on; nothing is started that its admin has not started.
