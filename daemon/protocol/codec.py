@@ -9,7 +9,6 @@ from typing import Any, Generic, TypeVar
 
 import msgspec
 
-from ckptless import __version__
 from ckptless.daemon.protocol.errors import MismatchError, ProtocolError
 
 T = TypeVar("T")
@@ -35,8 +34,7 @@ def check_protocol(theirs: int, who: str) -> None:
     """Raise MismatchError where the other end speaks another protocol."""
     if theirs != PROTOCOL:
         raise MismatchError(
-            f"{who} speaks protocol {theirs}, this end {PROTOCOL} (ckptless {__version__}): "
-            "both need the same version of ckptless"
+            f"{who} speaks protocol {theirs}, this end {PROTOCOL}: both need the same version of ckptless"
         )
 
 

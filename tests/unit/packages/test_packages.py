@@ -10,6 +10,7 @@ from pathlib import Path
 import pytest
 
 from ckptless import __version__
+from ckptless.daemon.protocol.codec import PROTOCOL
 from tests.unit.spank.native import REPOSITORY
 
 NAMES = ("ckptless", "ckptless-slurm", "ckptless-slurm-job-submit")
@@ -95,6 +96,11 @@ def test_it_stands_in_one_place() -> None:
     pattern = rf"(?<![\d.]){re.escape(__version__)}(?![\d.])"
     listed = run("git", "-C", REPOSITORY, "grep", "-lP", pattern, "--", ":!CHANGELOG.md", ":!docs/*.md")
     assert listed.split() == ["src/ckptless/__init__.py"]
+
+
+def test_the_page_says_which_protocol_this_one_speaks() -> None:
+    page = (REPOSITORY / "docs/packages.md").read_text()
+    assert f"**Versions fit that speak the same protocol**: it is {PROTOCOL} in this one" in page
 
 
 # --- contents
