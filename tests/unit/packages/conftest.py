@@ -27,7 +27,7 @@ def dist(tmp_path_factory: pytest.TempPathFactory) -> Path:
     # An outer make's flags are not for this one.
     env = {name: value for name, value in os.environ.items() if name not in ("MAKEFLAGS", "MAKELEVEL")}
     done = subprocess.run(
-        command, env={**env, "BUILD": str(build)}, capture_output=True, text=True, timeout=120, check=False
+        command, env={**env, "BUILD": str(build)}, capture_output=True, text=True, timeout=240, check=False
     )
     assert done.returncode == 0, done.stdout + done.stderr
     return into

@@ -41,7 +41,7 @@ OWN = re.compile(r"usr/share/(doc|lintian|licenses)/")
 
 
 def run(*argv: str | Path) -> str:
-    done = subprocess.run(argv, capture_output=True, text=True, timeout=120, check=False)
+    done = subprocess.run(argv, capture_output=True, text=True, timeout=240, check=False)
     assert done.returncode == 0, done.stdout + done.stderr
     return done.stdout
 
