@@ -40,6 +40,9 @@ def install_python(tree: Path, wheel: Path, python: str, *, dependencies: bool) 
     for name in ("bin", "share", "example.py"):
         path = site / name
         shutil.rmtree(path) if path.is_dir() else path.unlink(missing_ok=True)
+    # Where this was made is nobody's business, and which files there are is the package manager's.
+    for record in (*site.glob("*.dist-info/direct_url.json"), *site.glob("*.dist-info/RECORD")):
+        record.unlink()
     # What else the system's Python has, such as pyslurm, comes last.
     (home / "pyvenv.cfg").write_text("home = /usr/bin\ninclude-system-site-packages = true\n")
     (home / "bin").mkdir()
