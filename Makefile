@@ -15,7 +15,7 @@ setup: $(STAMP)
 $(STAMP): setup.cfg Makefile
 	$(PYTHON) -m venv $(VENV)
 	$(BIN)/python -m pip install --quiet --progress-bar off $(TORCH)
-	$(BIN)/python -m pip install --quiet --progress-bar off -e '.[daemon,data,plot,test,lint,docs]'
+	$(BIN)/python -m pip install --quiet --progress-bar off -e '.[daemon,data,plot,test,lint,docs,dist]'
 	touch $@
 
 demo: $(STAMP)
@@ -67,10 +67,10 @@ coverage: $(STAMP)
 soak: $(STAMP)
 	$(BIN)/python -m pytest -q -s -m soak $(ARGS)
 
-# Another Slurm (trixie: 24.11, sid: 26.05) in a chroot under build/, with the tests on real Slurm in it.
+# Another Slurm (trixie: 24.11, sid: 26.05) in a chroot, with our packages installed, and the tests on real Slurm in it.
 test-slurm-matrix: $(STAMP) slurm-packages
 	set -e; for suite in trixie sid; do \
-		root=$$($(BIN)/python tests/slurm/chroot.py $$suite --into .roots); \
+		root=$$($(BIN)/python -m tests.slurm.packaged $$suite --into .roots); export CKPTLESS_PACKAGED=1; \
 		CKPTLESS_REQUIRE_SLURM=1 CKPTLESS_SLURM_ROOTFS=$$root $(BIN)/python -m pytest -q $(ARGS) \
 			-m 'not slow' tests/slurm; done
 
@@ -146,6 +146,7 @@ types: $(STAMP)
 	$(BIN)/mypy
 	$(BIN)/mypy docs/options.py docs/events.py docs/metrics.py docs/site.py
 	$(BIN)/mypy docs/demo
+	$(BIN)/mypy etc/packages
 
 imports: $(STAMP)
 	$(BIN)/lint-imports
@@ -195,6 +196,12 @@ uninstall:
 
 install-job-submit uninstall-job-submit:
 	$(MAKE) -C slurm_ext/job_submit $(@:-job-submit=)
+
+# The source archive, the wheel, .deb, .rpm and their checksums, to build/dist: docs/packages.md. ARGS='--python python3.12'
+# where that is the nodes' Python; PLUGINDIR, SLURM_CPPFLAGS as for `make install`.
+.PHONY: dist
+dist: $(STAMP)
+	$(BIN)/python etc/packages/dist.py --into build/dist $(ARGS)
 
 format: $(STAMP)
 	$(BIN)/ruff format .

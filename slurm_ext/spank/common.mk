@@ -11,6 +11,7 @@ UNITDIR    ?= $(PREFIX)/lib/systemd/system
 # Where pip, or a link, puts ckptlessd; the units say so.
 BINDIR     ?= $(PREFIX)/bin
 MANDIR     ?= $(PREFIX)/share/man
+COMPDIR    ?= $(PREFIX)/share/bash-completion/completions
 # Where Slurm looks for its plugins. Debian: slurm-wlm; RPM: slurm. `make PLUGINDIR=...` where neither fits.
 PLUGINDIR  ?= $(or $(shell pkg-config --variable=plugindir slurm 2>/dev/null),$(firstword $(wildcard \
 	/usr/lib/*/slurm-wlm /usr/lib/*/slurm /usr/lib64/slurm /usr/lib/slurm /opt/slurm/lib/slurm)))

@@ -20,6 +20,7 @@ from .cluster.api import Cluster
 
 SLURM_EXT = Path(__file__).parents[2] / "slurm_ext"
 PLUGIN = "/etc/slurm/ckptless_spank.so"
+PLACES = ("usr/lib/*/slurm-wlm", "usr/libexec/ckptless")
 PLUGSTACK = "/etc/slurm/plugstack.conf"
 # Stands for ckptless-run, which Slurm 23.11 or newer puts in front of what `srun --ckptless` starts.
 LAUNCHER = "/etc/slurm/ckptless-run"
@@ -54,10 +55,15 @@ while True:
 
 # Another Slurm in a chroot: make test-slurm-matrix.
 ROOTFS = os.environ.get("CKPTLESS_SLURM_ROOTFS", "")
+# With our packages installed in it: packaged.py.
+PACKAGED = os.environ.get("CKPTLESS_PACKAGED") == "1"
 
 
 def build(folder: str, product: str, place: Path) -> Path:
-    """Make what is written in C, for the Slurm of `ROOTFS` where there is one."""
+    """Make what is written in C, for the Slurm of `ROOTFS` where there is one; or take the package's."""
+    if PACKAGED:
+        (found,) = (path for at in PLACES for path in Path(ROOTFS).glob(f"{at}/{product}"))
+        return found
     env = {name: value for name, value in os.environ.items() if not name.startswith("MAKE")}
     command: list[str | Path] = ["make", "-s", "-C", SLURM_EXT / folder, f"BUILD={place}"]
     if ROOTFS:

@@ -501,12 +501,13 @@ def test_job_submit_and_notify_without_the_plugin_on_nodes(
     make_cluster: MakeCluster, plugin: Path, tmp_path: Path
 ) -> None:
     """slurmctld checks by itself, and Prolog= tells the daemon; sbatch has the SPANK plugin."""
+    notify = build("hooks", "ckptless-notify", tmp_path / "hooks")
     files: dict[str, str | bytes] = {
         PLUGIN: plugin.read_bytes(),
         "/etc/slurm/job_submit_ckptless.so": build(
             "job_submit", "job_submit_ckptless.so", tmp_path / "job_submit"
         ).read_bytes(),
-        "/etc/slurm/ckptless-notify": build("hooks", "ckptless-notify", tmp_path / "hooks").read_bytes(),
+        "/etc/slurm/ckptless-notify": notify.read_bytes(),
         # not on nodes: the socket that the plugin talks to there is not the recorder's
         PLUGSTACK: f"optional {PLUGIN} socket=/run/none\n",
         "/etc/slurm/prolog": "#!/bin/sh\nexec /shared/ckptless-notify\n",
@@ -522,7 +523,7 @@ def test_job_submit_and_notify_without_the_plugin_on_nodes(
     }
     cluster = make_cluster(Plan(nodes=2, conf=conf), files=files)
     program = cluster.shared / "ckptless-notify"
-    shutil.copy(tmp_path / "hooks/ckptless-notify", program)
+    shutil.copy(notify, program)
     user = User(cluster)
     with recorder(cluster, "node02") as heard:
         job = int(user.run("sbatch --parsable -N2 --ckptless --wrap true").stdout)

@@ -47,7 +47,9 @@ def make_site(  # noqa: PLR0917  # what a site may have
     """
     plugin = miniconf.build("spank", "ckptless_spank.so", build)
     env = {"PYTHONPATH": PACKAGES} if more else {}
-    daemon = Service(name="ckptlessd", argv=(str(BIN / "ckptlessd"), "--verbose"), env=env)
+    # The package's own sees no PYTHONPATH.
+    command = "/usr/bin/ckptlessd" if miniconf.PACKAGED and not more else str(BIN / "ckptlessd")
+    daemon = Service(name="ckptlessd", argv=(command, "--verbose"), env=env)
     files: dict[str, str | bytes] = {
         "/etc/ckptless/ckptless.yaml": yaml,
         "/etc/slurm/plugstack.conf": f"optional {PLUGIN} launcher={BIN / 'ckptless-run'}\n",

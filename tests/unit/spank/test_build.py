@@ -24,6 +24,8 @@ FILES = [
     "usr/lib/systemd/system/ckptlessd.socket",
     "usr/lib/x/slurm/ckptless_spank.so",
     "usr/libexec/ckptless/ckptless-notify",
+    "usr/share/bash-completion/completions/ckptctl",
+    "usr/share/bash-completion/completions/ckptless-run",
     *(f"usr/share/man/man{page.suffix[1]}/{page.name}" for page in (REPOSITORY / "docs/man").iterdir()),
 ]
 CONFIG = FILES[:2]
