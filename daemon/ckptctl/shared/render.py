@@ -13,7 +13,11 @@ from rich.console import Console
 from rich.table import Table
 from rich.text import Text
 
+from ckptless.daemon.protocol.limits import one_line
+
 SCHEMA = 1
+# A job's words must not drive a terminal.
+harmless = one_line
 
 _PLAIN_WIDTH = 10_000  # a pipe has no right edge: never fold a line
 
@@ -39,11 +43,6 @@ def show_table(
     width = None if terminal else _PLAIN_WIDTH
     Console(file=page, force_terminal=terminal, width=width, highlight=False).print(table)
     click.echo("\n".join(line.rstrip() for line in page.getvalue().splitlines()))
-
-
-def harmless(text: str) -> str:
-    """Return it on one line, without control characters: a job's words must not drive a terminal."""
-    return "".join(c if c.isprintable() else c.encode("unicode_escape").decode() for c in text)
 
 
 def clock(time_s: float) -> str:
