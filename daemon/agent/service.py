@@ -350,7 +350,7 @@ class Agent:
             case a.StopAccepting():
                 self._replicas.core.accepting = False
             case a.ReleaseReplicas():
-                self._replicas.release()
+                self._replicas.core.release()
             case a.ReportState():
                 (self._progressed if action.soon else self._changed)()
             case a.NoteEvent():

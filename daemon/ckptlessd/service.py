@@ -283,7 +283,7 @@ class Service:
         if not visit.begun:
             visit.begun = True
             if int.from_bytes(data[:4], "little") > HELLO_LIMIT and await self._has_job(client.uid):
-                visit.decoder.allow(AGENT_LIMIT)  # a job of thousands of nodes names them
+                visit.decoder.limit = AGENT_LIMIT  # a job of thousands of nodes names them
         return data
 
     async def _pace(self, client: Client, messages: int, nbytes: int) -> None:
@@ -303,7 +303,7 @@ class Service:
             if visit.job is not None:
                 raise ProtocolError("an agent says hello once")
             visit.job = await self._admit(message, client.uid)
-            visit.decoder.allow(AGENT_LIMIT)
+            visit.decoder.limit = AGENT_LIMIT
             visit.job.agent_connected(client)
         if visit.job is None:
             raise ProtocolError("the first message of an agent must be its hello")

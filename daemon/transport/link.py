@@ -55,7 +55,8 @@ class Link(Generic[T]):
         self._reader, self._writer = reader, writer
         self._decoder: msgspec.msgpack.Decoder[T] = handshake.decoder(kind)
         self._encoder = msgspec.msgpack.Encoder()
-        self._limit = limit
+        # Of a message's bytes; whoever knows that the other end has proved who it is may raise it.
+        self.limit = limit
         self._pump = Pump(writer.get_extra_info("socket"))
         # What is to be sent after the transfer that is on its way, if one is.
         self._late: list[bytes] | None = None
@@ -158,10 +159,6 @@ class Link(Generic[T]):
 
     # ------------------------------------------------------------------------------- messages
 
-    def allow(self, limit: int) -> None:
-        """Messages of up to so many bytes, from an end that has proved who it is."""
-        self._limit = limit
-
     def send(self, message: T) -> None:
         """Queue one message; the connection's own buffer takes it."""
         assert self._out is not None, "the handshake comes first"
@@ -184,7 +181,7 @@ class Link(Generic[T]):
         try:
             # no deadline: the caller's: a connection may be silent for as long as it lives
             head = await self._reader.readexactly(handshake.HEAD_BYTES)
-            length, mac = handshake.Sealer.parse_head(head, self._limit)
+            length, mac = handshake.Sealer.parse_head(head, self.limit)
             # no deadline: the caller's: a connection may be silent for as long as it lives
             body = self._in.open(mac, await self._reader.readexactly(length))
         except asyncio.IncompleteReadError as error:

@@ -105,10 +105,6 @@ class Replicas:
     def _connections(self) -> tuple[dict[int, Any], ...]:
         return self._small, self._tensors
 
-    def release(self) -> None:
-        """Training is over: nobody has to hold anything any more, and may hang up."""
-        self.core.release()
-
     # --------------------------------------------------------------------------------- replicate
 
     def push(self, record: p.PutRecord) -> None:
