@@ -42,6 +42,7 @@ from ckptless.daemon.protocol.saving import FromWriter, SaveNow, WriterHello, Wr
 from ckptless.daemon.protocol.version import Origin
 from ckptless.daemon.settings.agent_config import AgentConfig
 from ckptless.daemon.transport.credentials import KeyCredentials
+from ckptless.daemon.transport.tasks import end_all
 
 logger = logging.getLogger(__name__)
 
@@ -145,8 +146,7 @@ class Agent:
             return outcome.exit_code
         finally:
             if lease is not None:
-                lease.cancel()
-                await asyncio.gather(lease, return_exceptions=True)
+                await end_all([lease])
             await self._close(daemon)
 
     def _mark(self, mark: Callable[..., None], *words: str) -> None:
@@ -233,8 +233,7 @@ class Agent:
         if daemon is not None:
             with contextlib.suppress(TimeoutError, ConnectionError):
                 await self._daemon.flush(FLUSH_DEADLINE_S)
-            daemon.cancel()
-            await asyncio.gather(daemon, return_exceptions=True)
+            await end_all([daemon])
         await self._console.flush(FLUSH_DEADLINE_S)
         self._console.close()
         self._versions.close()
@@ -351,7 +350,7 @@ class Agent:
             case a.StopAccepting():
                 self._replicas.core.accepting = False
             case a.ReleaseReplicas():
-                self._replicas.release()
+                self._replicas.core.release()
             case a.ReportState():
                 (self._progressed if action.soon else self._changed)()
             case a.NoteEvent():

@@ -37,10 +37,6 @@ class Heartbeat:
     asked_at: float = float("-inf")
     looked_at: float | None = None
 
-    def heard(self, now: float) -> None:
-        """The agent has said something."""
-        self.heard_at = now
-
     def look(self, now: float) -> bool:
         """Time has passed; say whether to ask now. A caller that comes late could not have heard."""
         if self.looked_at is not None and now - self.looked_at > LATE_S:
@@ -130,7 +126,7 @@ class LocalAgent:
     def heard(self) -> None:
         """The agent has said something."""
         if self._heart is not None:
-            self._heart[0].heard(self._now())
+            self._heart[0].heard_at = self._now()
 
     def look(self, limits: m.Limits | None) -> float | None:
         """Ask it for a sign of life; seconds of its silence where that has lasted for too long."""

@@ -34,6 +34,7 @@ from ckptless.daemon.slurm.cached import CachedSlurm
 from ckptless.daemon.slurm.select import select
 from ckptless.daemon.transport.credentials import KeyCredentials, MungeCredentials
 from ckptless.daemon.transport.munge import Munge
+from ckptless.daemon.transport.tasks import Tasks, end_all
 
 logger = logging.getLogger(__name__)
 
@@ -116,19 +117,17 @@ async def _serve(settings: Settings, name: str) -> int:
     service.on_tick, service.on_ready = supervised.ticked, supervised.ready
     watch = cluster.watch(lambda: service.jobs, settings.slurm.poll_s, service.requeue_memory, service.ledger)
     looking = health.run(probes(settings.health, settings.daemon.state_dir, cluster.is_idle))
-    tasks = [asyncio.create_task(part) for part in (watch, looking, *metrics)]
-    for task in tasks:
-        task.add_done_callback(_tell_failed)
+    tasks = Tasks()
+    for part in (watch, looking, *metrics):
+        tasks.spawn(part).add_done_callback(_tell_failed)
     watchdog = supervised.watchdog(period_s(os.environ))
     if watchdog is not None:
-        tasks.append(asyncio.create_task(watchdog.run()))
+        tasks.spawn(watchdog.run())
     try:
         return await serve_forever(service, stop)
     finally:
         notifier.stopping()
-        for task in tasks:
-            task.cancel()
-        await asyncio.gather(*tasks, return_exceptions=True)
+        await end_all(tasks)
         await cluster.aclose()
 
 

@@ -7,8 +7,7 @@ key that the job's agents know each other by is passed on here, too: masked for 
 import asyncio
 import logging
 import secrets
-from collections.abc import Callable, Collection, Coroutine
-from typing import Any
+from collections.abc import Callable, Collection
 
 from ckptless.daemon.ckptlessd.membership.watch import Answer
 from ckptless.daemon.ckptlessd.peering import Peering, Roster
@@ -17,6 +16,7 @@ from ckptless.daemon.protocol.peers import messages as p
 from ckptless.daemon.settings.config import Peer
 from ckptless.daemon.transport.credentials import Credentials
 from ckptless.daemon.transport.link import GreetingCutError, Link, Route
+from ckptless.daemon.transport.tasks import Tasks, end_all
 
 logger = logging.getLogger(__name__)
 
@@ -46,7 +46,7 @@ class PeerLinks:
         self._links: dict[int, Link[p.DaemonMessage]] = {}
         self._why: dict[int, str] = {}
         self._dialling: set[int] = set()
-        self._tasks: set[asyncio.Task[None]] = set()
+        self._tasks = Tasks()
         self._wanted: frozenset[int] = frozenset()
         self._peers = roster.by_node
         self.key: bytes | None = None
@@ -56,11 +56,6 @@ class PeerLinks:
         """Begin to look for the other daemons."""
         self._peering = peering
         peering.start()
-
-    def _spawn(self, work: Coroutine[Any, Any, None]) -> None:
-        task = asyncio.create_task(work)
-        self._tasks.add(task)
-        task.add_done_callback(self._tasks.discard)
 
     # ------------------------------------------------------------------------ Links, for Peering
 
@@ -78,7 +73,7 @@ class PeerLinks:
         for node in nodes - self._dialling:
             if node < self._roster.me:
                 self._dialling.add(node)
-                self._spawn(self._keep_dialling(self._peers[node]))
+                self._tasks.spawn(self._keep_dialling(self._peers[node]))
 
     def send(self, node: int, message: p.DaemonMessage) -> bool:
         """Queue a message; False where the daemon is not connected."""
@@ -96,7 +91,7 @@ class PeerLinks:
 
     def look(self, node: int, address: tuple[str, int], *, agent: bool) -> None:
         """See whether anything listens there, the node's agent or its daemon."""
-        self._spawn(self._look(node, address, agent=agent))
+        self._tasks.spawn(self._look(node, address, agent=agent))
 
     async def _look(self, node: int, address: tuple[str, int], *, agent: bool) -> None:
         answer = await _knock(address, self._look_s)
@@ -207,9 +202,7 @@ class PeerLinks:
         """Close everything; nothing is told to anybody after this."""
         self._peering = None
         self.on_key = lambda _key: None
-        for task in list(self._tasks):
-            task.cancel()
-        await asyncio.gather(*self._tasks, return_exceptions=True)
+        await end_all(self._tasks)
         for link in list(self._links.values()):
             link.close()
 

@@ -413,11 +413,8 @@ class Decrees:
             if body is None:
                 return message
             self._packed = (say.decree, p.Packed(job=message.job, base=base.index, digest=digest, body=body))
-        packed = self._packed[1]
         ballot = say.ballot if isinstance(say, Propose) else None
-        return p.Packed(
-            job=packed.job, base=packed.base, digest=packed.digest, body=packed.body, ballot=ballot
-        )
+        return msgspec.structs.replace(self._packed[1], ballot=ballot)
 
     def unpack(self, packed: p.Packed) -> p.Agree | None:
         """Return what was packed; None where that cannot be known here. Raises ProtocolError."""

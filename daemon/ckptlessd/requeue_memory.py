@@ -13,7 +13,7 @@ from collections.abc import Callable, Sequence
 from pathlib import Path
 
 from ckptless.daemon.ckptlessd.requeue_table import Entry, EntryTable, NotKeptError, allocation_of, is_short
-from ckptless.daemon.ckptlessd.unix_server import Client
+from ckptless.daemon.ckptlessd.unix_server import Client, close_all
 from ckptless.daemon.protocol import keeping as k
 from ckptless.daemon.protocol.codec import check_protocol
 from ckptless.daemon.protocol.errors import PeerError, ProtocolError
@@ -143,14 +143,14 @@ class RequeueMemory:
     def _close(self, fds: Sequence[int]) -> None:
         """Close it in a thread: the kernel frees a few GB of memory in a second."""
         self._closing = {thread for thread in self._closing if thread.is_alive()}
-        thread = threading.Thread(target=_close, args=(fds,), name="free")
+        thread = threading.Thread(target=close_all, args=(fds,), name="free")
         self._closing.add(thread)
         thread.start()
 
     def close(self) -> None:
         """All of it goes."""
         for fds in self._fds.values():
-            _close(fds)
+            close_all(fds)
         self._fds.clear()
         for thread in self._closing:
             thread.join(FREE_S)
@@ -185,11 +185,6 @@ def _check(fd: int, nbytes: int) -> None:
         size = -1
     if size != nbytes:
         raise PeerError(f"it is no memory of {nbytes} bytes whose size is sealed")
-
-
-def _close(fds: Sequence[int]) -> None:
-    for fd in fds:
-        os.close(fd)
 
 
 def _node_is_short() -> bool:

@@ -5,10 +5,10 @@ import logging
 import os
 import secrets
 import socket
-from collections.abc import Callable, Coroutine
+from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, Literal, TypeAlias
+from typing import Literal, TypeAlias
 
 from ckptless import __version__
 from ckptless.daemon.ckptlessd.admission import Admission
@@ -51,6 +51,7 @@ from ckptless.daemon.settings.config import DaemonConfig, Timers
 from ckptless.daemon.transport.credentials import Credentials
 from ckptless.daemon.transport.link import Link
 from ckptless.daemon.transport.listener import Listener
+from ckptless.daemon.transport.tasks import Tasks, end_all
 
 logger = logging.getLogger(__name__)
 
@@ -78,19 +79,6 @@ _Aside: TypeAlias = (
     | Claim
 )
 _Heard: TypeAlias = m.FromAgent | m.Pong | SaveDone | _Aside
-_ASIDE = (
-    m.JobStarted,
-    m.JobEnded,
-    Evict,
-    DrillJob,
-    ResizeJob,
-    Save,
-    Read,
-    WhatIsKept,
-    WhatIsWell,
-    Keep,
-    Claim,
-)
 # So long an answer may wait for whoever does not read it.
 ANSWER_DEADLINE_S = 10.0
 
@@ -126,7 +114,7 @@ class Service:
         self.requeue_memory.on_event = self._kept
         self._jobs: dict[str, JobHost] = {}
         self._admitting = asyncio.Lock()
-        self._tasks: set[asyncio.Task[None]] = set()
+        self._tasks = Tasks()
         # Of a local run's node nobody looks at the health.
         self.health: Health | None = None
         self.on_tick: Callable[[], None] = lambda: None
@@ -159,12 +147,12 @@ class Service:
         try:
             self._listener.open(self._config.address, self._config.port)
             await self.ledger.start()
-            self._spawn(self._prune())
+            self._tasks.spawn(self._prune())
             # Last: whoever finds the socket finds a daemon that is ready.
             listening = self._agents or listen(Path(self._config.socket), self._config.socket_mode)
             self._server = UnixServer(listening, self._admission, self.now, self._connected)
             self._server.start()
-            self._spawn(self._tick())
+            self._tasks.spawn(self._tick())
             self.on_ready()
             # no deadline: a daemon's life
             await stop.wait()
@@ -178,18 +166,12 @@ class Service:
             await self._close()
 
     async def _close(self) -> None:
-        for task in list(self._tasks):
-            task.cancel()
-        await asyncio.gather(*self._tasks, return_exceptions=True)
+        await end_all(self._tasks)
+        # no deadline: what they wait for is cancelled first
         await asyncio.gather(*(job.close() for job in self._jobs.values()))
         self.requeue_memory.close()
         self._reader.close()
         await self.ledger.close()
-
-    def _spawn(self, work: Coroutine[Any, Any, None]) -> None:
-        task = asyncio.create_task(work)
-        self._tasks.add(task)
-        task.add_done_callback(self._tasks.discard)
 
     async def _tick(self) -> None:
         while True:
@@ -199,8 +181,8 @@ class Service:
             for name, job in list(self._jobs.items()):
                 if not self._ticked(job) or job.forgettable:
                     del self._jobs[name]
-                    self._spawn(job.close())
-                    self._spawn(self._prune())
+                    self._tasks.spawn(job.close())
+                    self._tasks.spawn(self._prune())
             self.requeue_memory.look()
             if self._server is not None:
                 self._server.look()
@@ -208,7 +190,7 @@ class Service:
 
     async def _prune(self) -> None:
         try:
-            removed = await self.ledger.prune(self.now(), self.retention)
+            removed = await self.ledger.call(lambda ledger: ledger.prune(self.now(), self.retention))
         except LedgerError as error:
             logger.warning("nothing of older jobs could be removed: %s", error)
         else:
@@ -230,7 +212,7 @@ class Service:
     # ------------------------------------------------------------------------------------- peers
 
     def _peer_connected(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
-        self._spawn(self._serve_peer(reader, writer))
+        self._tasks.spawn(self._serve_peer(reader, writer))
 
     async def _serve_peer(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
         """Another daemon has dialled, for one job; it dials again until this daemon knows that job."""
@@ -261,7 +243,7 @@ class Service:
     # ------------------------------------------------------------------------------------ agents
 
     def _connected(self, client: Client) -> None:
-        self._spawn(self._serve_client(client))
+        self._tasks.spawn(self._serve_client(client))
 
     async def _serve_client(self, client: Client) -> None:
         """A local process, from its first message to the end of its connection."""
@@ -301,7 +283,7 @@ class Service:
         if not visit.begun:
             visit.begun = True
             if int.from_bytes(data[:4], "little") > HELLO_LIMIT and await self._has_job(client.uid):
-                visit.decoder.allow(AGENT_LIMIT)  # a job of thousands of nodes names them
+                visit.decoder.limit = AGENT_LIMIT  # a job of thousands of nodes names them
         return data
 
     async def _pace(self, client: Client, messages: int, nbytes: int) -> None:
@@ -314,14 +296,14 @@ class Service:
     async def _hear(self, message: _Heard, visit: "_Visit") -> None:
         """A message of whoever has connected. Raises CkptlessError."""
         client = visit.client
-        if isinstance(message, _ASIDE):
+        if isinstance(message, _Aside):
             await self._aside(message, client)
             return
         if isinstance(message, m.AgentHello):
             if visit.job is not None:
                 raise ProtocolError("an agent says hello once")
             visit.job = await self._admit(message, client.uid)
-            visit.decoder.allow(AGENT_LIMIT)
+            visit.decoder.limit = AGENT_LIMIT
             visit.job.agent_connected(client)
         if visit.job is None:
             raise ProtocolError("the first message of an agent must be its hello")
@@ -403,7 +385,7 @@ class Service:
     def _set_aside(self, text: str) -> None:
         for job in self._jobs.values():
             job.set_aside(text)
-            self._spawn(self._own(job.job, Owner(job.uid, job.launch), anew=False))
+            self._tasks.spawn(self._own(job.job, Owner(job.uid, job.launch), anew=False))
 
     def _notice(self, message: m.JobStarted | m.JobEnded, uid: int) -> None:
         """The prolog's and the epilog's word, which counts only from root. Raises PeerError."""
@@ -459,7 +441,7 @@ class Service:
         if len(runs) - len(over) >= RUNS_PER_JOB:
             raise PeerError(f"job {job} has {RUNS_PER_JOB} runs already, which is the most at a time")
         if len(over) >= RUNS_PER_JOB:
-            self._spawn(self._jobs.pop(over[0]).close())
+            self._tasks.spawn(self._jobs.pop(over[0]).close())
 
     async def _own(self, name: str, owner: Owner, *, anew: bool) -> None:
         """Note whose run it is. Raises PeerError; LedgerError where it begins `anew`."""

@@ -263,14 +263,12 @@ class JobSession:
             case e.Tell():
                 self._tell(output.node, output.say)
             case e.Save():
-                self._outlets.save(output.durable, lambda: self._saved(output), self._not_saved)
+                failed = lambda reason: self.feed(e.NotSaved(reason))  # noqa: E731
+                self._outlets.save(output.durable, lambda: self._saved(output), failed)
             case e.AskWitness():
                 self._outlets.ask_witness(output.nodes, output.ours)
             case e.NodeIsDark():
                 self._outlets.node_is_dark(output.node, output.reason, output.state)
-
-    def _not_saved(self, reason: str) -> None:
-        self.feed(e.NotSaved(reason))
 
     def _saved(self, output: e.Save) -> None:
         if self.control.agreement.trouble is not None:

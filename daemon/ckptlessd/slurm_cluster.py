@@ -36,6 +36,7 @@ from ckptless.daemon.slurm.errors import (
 from ckptless.daemon.slurm.giving_way import gives_way, waits_before
 from ckptless.daemon.slurm.reason import reason_text
 from ckptless.daemon.slurm.run_name import slurm_job_id
+from ckptless.daemon.transport.tasks import Tasks, end_all
 
 if TYPE_CHECKING:
     from ckptless.daemon.ckptlessd.job_host import JobHost
@@ -117,7 +118,7 @@ class SlurmCluster:
         self._hears_of_jobs = False
         self._addresses: dict[str, str] = {}
         self._marked_down: set[str] = set()
-        self._tasks: set[asyncio.Task[None]] = set()
+        self._tasks = Tasks()
         # Of its own: a name server that is slow must not hold up MUNGE.
         self._lookups = ThreadPoolExecutor(LOOKUP_THREADS, thread_name_prefix="lookup")
 
@@ -255,7 +256,7 @@ class SlurmCluster:
             else:
                 await slurm.order(slurm.direct.drain(name, text))
 
-        self._spawn(self._tell(runtime, f"mark {'down' if down else 'drain'} {name}", mark))
+        self._tasks.spawn(self._tell(runtime, f"mark {'down' if down else 'drain'} {name}", mark))
 
     def witness(self, runtime: "JobHost", nodes: Sequence[int], ours: Sequence[int]) -> None:
         """See `cluster.Cluster`. slurmctld does one thing after the other: it is the judge of two halves."""
@@ -270,7 +271,7 @@ class SlurmCluster:
                     "warning", "witness", f"Slurm cannot be asked about {', '.join(names[0])}: {error}"
                 )
 
-        self._spawn(ask())
+        self._tasks.spawn(ask())
 
     async def _are_down(self, run: str, theirs: list[str], ours: list[str]) -> bool:
         """Whether they are down, and this is the half that goes on; where the site allows it they are marked.
@@ -313,7 +314,7 @@ class SlurmCluster:
                 reason = f"{cancel.reason} ({str(error) or 'Slurm does not answer'})"
             runtime.explained(node, cancel, reason)
 
-        self._spawn(ask())
+        self._tasks.spawn(ask())
 
     def ask_suspended(self, runtime: "JobHost", seconds: float) -> None:
         """See `cluster.Cluster`: by one daemon of the job. Where Slurm does not answer, time goes on."""
@@ -328,7 +329,7 @@ class SlurmCluster:
             if found.state == "SUSPENDED":
                 runtime.suspended(seconds)
 
-        self._spawn(ask())
+        self._tasks.spawn(ask())
 
     async def _ending(self, runtime: "JobHost") -> Ending:
         """Return what Slurm says of the job's end. Raises TimeoutError, CkptlessError."""
@@ -344,11 +345,13 @@ class SlurmCluster:
         text = reason_text(f"{outcome.state}, exit code {outcome.exit_code}: {outcome.reason}")
         slurm = self._slurm
         comment = lambda: slurm.order(slurm.direct.comment(job_id, text))  # noqa: E731
-        self._spawn(self._tell(runtime, "comment", comment))
+        self._tasks.spawn(self._tell(runtime, "comment", comment))
         peers = runtime.roster.peers
         lost = {peers[n].name: is_dead(view) for n, view in control.nodes.items() if view.lost is not None}
         if lost:
-            self._spawn(self._tell(runtime, "look at the batch host", lambda: self._end_orphan(job_id, lost)))
+            self._tasks.spawn(
+                self._tell(runtime, "look at the batch host", lambda: self._end_orphan(job_id, lost))
+            )
 
     async def _end_orphan(self, job_id: int, lost: dict[str, bool]) -> None:
         """`lost` tells of each node whether it is dead for sure."""
@@ -429,13 +432,14 @@ class SlurmCluster:
         undecided = {run.job for run in runs}
         try:
             still_open: list[JobRecord] = []
-            await ledger.close_jobs(still_open.append)
+            await ledger.call(lambda there: there.close_jobs(still_open.append))
             if not any(row.job not in undecided for row in still_open):
                 return
             if (found := await self._jobs_lately(poll_s)) is None:
                 return
             known, asked_s = found[0], time.time() - found[1]
-            for row in await ledger.close_jobs(lambda row: close(row, known, undecided, asked_s)):
+            closing = lambda row: close(row, known, undecided, asked_s)  # noqa: E731
+            for row in await ledger.call(lambda there: there.close_jobs(closing)):
                 logger.warning("job %s: %s", row.job, row.reason)
         except LedgerError as error:
             logger.warning("no job could be closed: %s", error)
@@ -530,11 +534,6 @@ class SlurmCluster:
         gives = size is not None
         run.session.resize(Wish(nodes=size, at_s=time.time(), give_back=gives, gives_way=gives))
 
-    def _spawn(self, work: Coroutine[Any, Any, None]) -> None:
-        task = asyncio.create_task(work)
-        self._tasks.add(task)
-        task.add_done_callback(self._tasks.discard)
-
     async def _tell(self, runtime: "JobHost", what: str, order: Any) -> None:
         """Tell Slurm; while slurmctld is away, again and again. Every end of it is an event."""
         for attempt in range(RETRIES):
@@ -555,9 +554,7 @@ class SlurmCluster:
 
     async def aclose(self) -> None:
         """End what is under way."""
-        for task in list(self._tasks):
-            task.cancel()
-        await asyncio.gather(*self._tasks, return_exceptions=True)
+        await end_all(self._tasks)
         self._lookups.shutdown(wait=False, cancel_futures=True)
         await self._slurm.aclose()
 

@@ -82,11 +82,6 @@ class Notifier:
         """Return where systemd listens. Takes NOTIFY_SOCKET out, so that no child speaks for the daemon."""
         return cls(environment.pop("NOTIFY_SOCKET", None) or None)
 
-    @property
-    def active(self) -> bool:
-        """Whether anybody listens."""
-        return self._address is not None
-
     def ready(self, status: str = "") -> bool:
         """The daemon serves; also the end of a reload."""
         return self._send("READY=1", *_status(status))

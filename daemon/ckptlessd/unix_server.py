@@ -14,7 +14,7 @@ import signal
 import socket
 import threading
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from queue import SimpleQueue
 from typing import Any, TypeVar
@@ -235,7 +235,7 @@ class Client:
 
     def discard(self, fds: list[int]) -> None:
         """Close descriptors that this client has sent."""
-        self._worker.call(lambda: _close(fds))
+        self._worker.call(lambda: close_all(fds))
 
     # ------------------------------------------------------------------------------------- close
 
@@ -273,7 +273,8 @@ def _wake(ready: "asyncio.Future[None]") -> None:
         ready.set_result(None)
 
 
-def _close(fds: list[int]) -> None:
+def close_all(fds: Sequence[int]) -> None:
+    """Close descriptors."""
     for fd in fds:
         os.close(fd)
 

@@ -12,6 +12,7 @@ from ckptless.daemon.protocol.forming import nodes_asked_for, nodes_given_back, 
 from ckptless.daemon.slurm.commands import Commands
 from ckptless.daemon.slurm.errors import SlurmRefusedError
 from ckptless.daemon.slurm.hostlist import compress
+from ckptless.daemon.transport.tasks import end_all
 
 logger = logging.getLogger(__name__)
 
@@ -106,5 +107,4 @@ class DrawIn:
     async def close(self) -> None:
         """Ask for nothing any more; a request that is under way is taken back."""
         if self._task is not None:
-            self._task.cancel()
-            await asyncio.gather(self._task, return_exceptions=True)
+            await end_all([self._task])

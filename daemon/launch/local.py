@@ -33,12 +33,13 @@ from ckptless.daemon.launch.late import LateNodes
 from ckptless.daemon.ledger.paths import default_state_dir
 from ckptless.daemon.protocol.errors import StartError, UsageError
 from ckptless.daemon.protocol.forming import forget_wanted, nodes_asked_for, nodes_up
-from ckptless.daemon.protocol.messages import JobSpec, Outcome
+from ckptless.daemon.protocol.messages import Outcome
 from ckptless.daemon.protocol.outcome import outcome_path, read_outcome, which_holds
 from ckptless.daemon.protocol.peercred import unix_address
 from ckptless.daemon.settings.agent_config import AgentConfig, SharedConfig, agent_config, thread_env
 from ckptless.daemon.settings.config import LocalConfig, Peer
 from ckptless.daemon.transport.handshake import new_key
+from ckptless.daemon.transport.tasks import end_all
 
 logger = logging.getLogger(__name__)
 
@@ -78,14 +79,14 @@ class LocalRun:
         self, config: SharedConfig, *, state_dir: Path | None = None, port: int = 0, verbose: bool = False
     ) -> None:
         """`config` but for what each node has of its own; `port` 0 is any free one, on each node another."""
-        self._spec = config.spec
+        self.spec = config.spec
         self._port, self._verbose = port, verbose
         self._moves_latest = state_dir is None
         root = state_dir or default_state_dir().parent / config.spec.job
         self.state_dir = root.absolute()
         self._config = msgspec.structs.replace(config, draw_dir=str(self.state_dir))
-        founders = self._spec.nodes + self._spec.spares
-        self._late = LateNodes(founders, self._spec.late)
+        founders = self.spec.nodes + self.spec.spares
+        self._late = LateNodes(founders, self.spec.late)
         self._tag = secrets.token_hex(4)
         self._nodes: list[LocalNode] = []
         # It has torch loaded; each agent is a fork of it.
@@ -103,15 +104,15 @@ class LocalRun:
             loop.add_signal_handler(number, self._stopped, number)
         for number in USERS:
             loop.add_signal_handler(number, self._forward, number)
-        self._sockets = SocketFolder(self._spec.job)
+        self._sockets = SocketFolder(self.spec.job)
         try:
             self._prepare()
             await self._start_all()
             logger.info(
                 "job %s: nodes %d, spares %d; follow it with: ckptctl --state-dir %s events -f",
-                self._spec.job,
-                self._spec.nodes,
-                self._spec.spares,
+                self.spec.job,
+                self.spec.nodes,
+                self.spec.spares,
                 self.state_dir,
             )
             await self._wait()
@@ -121,11 +122,6 @@ class LocalRun:
             finally:
                 self._sockets.close()
         return self._result()
-
-    @property
-    def spec(self) -> JobSpec:
-        """The job."""
-        return self._spec
 
     def lose(self, agent: int) -> None:
         """Kill a node, whose agent has this process id: its daemon first, so that nobody says goodbye."""
@@ -153,7 +149,7 @@ class LocalRun:
         key_file.write_bytes(new_key())
         # A /24 of loopback for this run: its ports cannot meet another run's.
         net = f"127.{64 + secrets.randbelow(64)}.{secrets.randbelow(256)}"
-        total = self._spec.nodes + self._spec.spares + self._spec.late
+        total = self.spec.nodes + self.spec.spares + self.spec.late
         peers = tuple(self._peer(number, f"{net}.{number + 1}") for number in range(total))
         for peer in peers:
             node = LocalNode(peer.node, peer, self.state_dir / peer.name)
@@ -192,12 +188,12 @@ class LocalRun:
 
     def _agent_config(self, node: LocalNode) -> AgentConfig:
         env = dict(os.environ)
-        most = max((self._spec.nodes, *self._spec.sizes))
-        env.update(thread_env(env, most * self._spec.slots_per_node))
+        most = max((self.spec.nodes, *self.spec.sizes))
+        env.update(thread_env(env, most * self.spec.slots_per_node))
         env.setdefault("GLOO_SOCKET_IFNAME", "lo")
         return agent_config(
             self._config,
-            spec=self._spec,
+            spec=self.spec,
             node=node.number,
             name=node.peer.name,
             address=node.peer.address,
@@ -233,11 +229,10 @@ class LocalRun:
             # no deadline: `zygote_deadline_s`
             await warm
         finally:
-            warm.cancel()
-            await asyncio.gather(warm, return_exceptions=True)
+            await end_all([warm])
         for node in self._founders:
             await self._begin_agent(node)
-        if not self._spec.late:
+        if not self.spec.late:
             await self._zygote.close()
 
     @property
@@ -300,7 +295,7 @@ class LocalRun:
             if not told:
                 for node in self._nodes:
                     await self._revive_daemon(node)
-                if self._spec.late and self.outcome() is None:
+                if self.spec.late and self.outcome() is None:
                     await self._draw_in()
         for node in self._agents_left:
             logger.warning("%s: its agent does not end; it is killed", node.peer.name)
@@ -373,7 +368,7 @@ class LocalRun:
 
     def outcome(self) -> Outcome | None:
         """The job's end as the daemons wrote it."""
-        spec = self._spec
+        spec = self.spec
         return which_holds(read_outcome(node.dir, spec.job, spec.launch) for node in self._nodes)
 
     def _result(self) -> int:
@@ -385,7 +380,7 @@ class LocalRun:
         log = None
         if outcome.rank is not None and outcome.node is not None:
             log = rank_log_path(self._nodes[outcome.node].dir / "logs", outcome.rank)
-        return tell_end(self._spec.job, outcome, log, f"{self.state_dir}/node-*/logs")
+        return tell_end(self.spec.job, outcome, log, f"{self.state_dir}/node-*/logs")
 
 
 def _log(kind: str, text: str) -> None:

@@ -15,6 +15,7 @@ from ckptless.daemon.launch import rehearsed
 from ckptless.daemon.launch.local import LocalRun
 from ckptless.daemon.launch.options import local_run
 from ckptless.daemon.protocol.errors import UsageError
+from ckptless.daemon.transport.tasks import end_all
 from ckptless.rehearsal import LOST, VARIABLE, VERSION, Fault, Line, Rehearsal, fault_file, lines_file
 
 STEPS = 8
@@ -98,8 +99,7 @@ async def _play(run: LocalRun, plan: Rehearsal) -> int:
         return await run.run()
     finally:
         del os.environ[VARIABLE]
-        losing.cancel()
-        await asyncio.gather(losing, return_exceptions=True)
+        await end_all([losing])
 
 
 async def _lose(run: LocalRun, mark: Path) -> None:

@@ -16,7 +16,7 @@ from typing import TypeAlias, TypeVar
 
 from ckptless.daemon.ledger.aside import set_aside
 from ckptless.daemon.ledger.engine import beside
-from ckptless.daemon.ledger.store import Ledger, Owner, Retention
+from ckptless.daemon.ledger.store import Ledger, Owner
 from ckptless.daemon.protocol.errors import (
     BadRowError,
     CkptlessError,
@@ -27,7 +27,7 @@ from ckptless.daemon.protocol.errors import (
 )
 from ckptless.daemon.protocol.health import VerdictRecord
 from ckptless.daemon.protocol.peers.agreement import Durable
-from ckptless.daemon.protocol.records import JobRecord, Record
+from ckptless.daemon.protocol.records import Record
 
 logger = logging.getLogger(__name__)
 
@@ -77,7 +77,7 @@ class LedgerWriter:
     async def start(self) -> None:
         """Open the file; a disk that takes nothing is no error. Raises NewerLedgerError, UsageError."""
         try:
-            await self._call(lambda _: None)
+            await self.call(lambda _: None)
         except NewerLedgerError:
             raise
         except LedgerError as error:
@@ -106,22 +106,18 @@ class LedgerWriter:
 
     async def _save_verdict(self, boot: str, record: VerdictRecord) -> None:
         try:
-            await self._call(lambda ledger: ledger.save_verdict(boot, record))
+            await self.call(lambda ledger: ledger.save_verdict(boot, record))
         except (LedgerError, UsageError) as error:
             logger.warning("a verdict on this node's health is not kept: %s", error)
 
-    async def verdicts(self) -> tuple[tuple[str, VerdictRecord], ...]:
-        """See `Ledger.verdicts`. Raises LedgerError."""
-        return await self._call(lambda ledger: ledger.verdicts())
-
     async def vote(self, job: str) -> tuple[str, Durable] | None:
         """See `Ledger.vote`. Raises LedgerError."""
-        return await self._call(lambda ledger: ledger.vote(job))
+        return await self.call(lambda ledger: ledger.vote(job))
 
     async def save_now(self, job: str, identity: str, durable: Durable) -> None:
         """Keep it, or raise LedgerError: for a job of which nothing is promised yet."""
         try:
-            await self._call(lambda ledger: ledger.save_vote(job, identity, durable))
+            await self.call(lambda ledger: ledger.save_vote(job, identity, durable))
         except (LedgerError, UsageError) as error:
             self._failed(error)
             raise
@@ -129,18 +125,10 @@ class LedgerWriter:
 
     async def own(self, job: str, owner: Owner, *, anew: bool) -> Owner | None:
         """See `Ledger.own`; what waits to be written of another run goes, too. Raises LedgerError."""
-        before = await self._call(lambda ledger: ledger.own(job, owner, anew=anew))
+        before = await self.call(lambda ledger: ledger.own(job, owner, anew=anew))
         if before is not None and anew:
             self._rows = deque(row for row in self._rows if row.job != job)
         return before
-
-    async def prune(self, now_s: float, kept: Retention) -> int:
-        """See `Ledger.prune`. Raises LedgerError."""
-        return await self._call(lambda ledger: ledger.prune(now_s, kept))
-
-    async def close_jobs(self, close: Callable[[JobRecord], JobRecord | None]) -> tuple[JobRecord, ...]:
-        """See `Ledger.close_jobs`. Raises LedgerError."""
-        return await self._call(lambda ledger: ledger.close_jobs(close))
 
     def save_vote(
         self,
@@ -213,7 +201,7 @@ class LedgerWriter:
         batch = tuple(self._rows)
         self._rows.clear()
         try:
-            refused = await self._call(lambda ledger: _write(ledger, batch))
+            refused = await self.call(lambda ledger: _write(ledger, batch))
         except (LedgerError, UsageError):
             self._rows.extendleft(reversed(batch))
             raise
@@ -240,7 +228,8 @@ class LedgerWriter:
             logger.warning("%s: the ledger can be written again; rows lost: %d", self._path, lost)
             self.trouble = ""
 
-    async def _call(self, work: Callable[[Ledger], T]) -> T:
+    async def call(self, work: Callable[[Ledger], T]) -> T:
+        """Have its thread do `work` on the ledger. Raises LedgerError, and what `work` does."""
         loop = asyncio.get_running_loop()
         try:
             return await loop.run_in_executor(self._thread, self._do, work)

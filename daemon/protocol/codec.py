@@ -58,12 +58,9 @@ class Decoder(Generic[T]):
 
     def __init__(self, kind: Any, limit: int) -> None:
         self._decode: msgspec.msgpack.Decoder[T] = msgspec.msgpack.Decoder(kind)
-        self._limit = limit
+        # Of a frame, which may be another one once it is known who is at the other end.
+        self.limit = limit
         self._buffer = bytearray()
-
-    def allow(self, limit: int) -> None:
-        """Frames of up to so many bytes from now on."""
-        self._limit = limit
 
     @property
     def missing(self) -> int:
@@ -86,8 +83,8 @@ class Decoder(Generic[T]):
         start = 0
         while len(self._buffer) - start >= _LENGTH.size:
             (length,) = _LENGTH.unpack_from(self._buffer, start)
-            if length > self._limit:
-                raise ProtocolError(f"a frame of {length} bytes; the limit here is {self._limit}")
+            if length > self.limit:
+                raise ProtocolError(f"a frame of {length} bytes; the limit here is {self.limit}")
             end = start + _LENGTH.size + length
             if len(self._buffer) < end:
                 break

@@ -13,6 +13,7 @@ from msgspec import Meta
 from ckptless.daemon.protocol.limits import (
     OF_RANKS,
     Age,
+    Clipped,
     Digest,
     Generation,
     Number,
@@ -25,7 +26,6 @@ from ckptless.daemon.protocol.limits import (
     Text,
     TryCount,
     Uid,
-    clip_texts,
 )
 from ckptless.daemon.protocol.messages import Message, TensorsAt
 from ckptless.daemon.protocol.model import Value
@@ -52,14 +52,11 @@ class Keep(Message, frozen=True, kw_only=True):
     nbytes: Sizes
 
 
-class KeepAnswer(Message, frozen=True, kw_only=True):
+class KeepAnswer(Clipped, Message, frozen=True, kw_only=True):
     """go: send the memfds. kept: they are here. refused: `text` says why."""
 
     verdict: Literal["go", "kept", "refused"]
     text: Text = ""
-
-    def __post_init__(self) -> None:
-        clip_texts(self, "text")
 
 
 class Claim(Message, frozen=True, kw_only=True):

@@ -91,22 +91,17 @@ def clip(text: str, limit: int = TEXT_LIMIT) -> str:
     return text[:head] + mark + text[len(text) - (limit - len(mark) - head) :]
 
 
-def clip_texts(struct: Struct, *names: str) -> None:
-    """Cut fields of a Struct that is being made, so that whatever is put in also arrives."""
-    for name in names:
-        text = getattr(struct, name)
-        if text is not None and len(text) > TEXT_LIMIT:
-            force_setattr(struct, name, clip(text))
-
-
 class Clipped:
-    """Base of a Struct whose fields of type Text are cut when it is made: see `clip_texts`."""
+    """Base of a Struct whose fields of type Text are cut when it is made: whatever is put in also arrives."""
 
     __slots__ = ()
 
     def __post_init__(self) -> None:
         assert isinstance(self, Struct)
-        clip_texts(self, *_texts(type(self)))
+        for name in _texts(type(self)):
+            text = getattr(self, name)
+            if text is not None and len(text) > TEXT_LIMIT:
+                force_setattr(self, name, clip(text))
 
 
 @cache

@@ -6,11 +6,11 @@ from msgspec import Meta
 
 from ckptless.daemon.protocol.limits import (
     OF_RANKS,
+    Clipped,
     NodeCount,
     NodeNumber,
     Protocol,
     Text,
-    clip_texts,
 )
 from ckptless.daemon.protocol.messages import Message
 from ckptless.daemon.protocol.model import DrillKind, Value
@@ -81,7 +81,7 @@ class Evict(Message, frozen=True, kw_only=True):
     give_back: bool = False
 
 
-class Evicted(Message, frozen=True, kw_only=True):
+class Evicted(Clipped, Message, frozen=True, kw_only=True):
     """Answer to Evict: what has come of it, in one sentence, and the node's number where it is known.
 
     "already": it was lost before. "elsewhere": this daemon cannot say, another one of the job can.
@@ -91,9 +91,6 @@ class Evicted(Message, frozen=True, kw_only=True):
     verdict: Literal["accepted", "already", "refused", "elsewhere", "unknown"]
     text: Text
     node: NodeNumber | None = None
-
-    def __post_init__(self) -> None:
-        clip_texts(self, "text")
 
 
 class DrillJob(Message, frozen=True, kw_only=True):
@@ -113,14 +110,11 @@ class DrillJob(Message, frozen=True, kw_only=True):
     force: bool = False
 
 
-class Drilled(Message, frozen=True, kw_only=True):
+class Drilled(Clipped, Message, frozen=True, kw_only=True):
     """Answer to DrillJob: what has come of it, in one sentence. The verdicts are those of `Evicted`."""
 
     verdict: Literal["accepted", "refused", "elsewhere", "unknown"]
     text: Text
-
-    def __post_init__(self) -> None:
-        clip_texts(self, "text")
 
 
 class ResizeJob(Message, frozen=True, kw_only=True):
@@ -135,11 +129,8 @@ class ResizeJob(Message, frozen=True, kw_only=True):
     give_back: bool = False
 
 
-class Resized(Message, frozen=True, kw_only=True):
+class Resized(Clipped, Message, frozen=True, kw_only=True):
     """Answer to ResizeJob: what has come of it, in one sentence. The verdicts are those of `Evicted`."""
 
     verdict: Literal["accepted", "already", "refused", "elsewhere", "unknown"]
     text: Text
-
-    def __post_init__(self) -> None:
-        clip_texts(self, "text")

@@ -5,6 +5,7 @@ from typing import Annotated, Literal, TypeAlias
 from msgspec import Meta, Struct
 
 from ckptless.daemon.protocol.limits import (
+    Clipped,
     Digest,
     FilePath,
     Generation,
@@ -20,7 +21,6 @@ from ckptless.daemon.protocol.limits import (
     Step,
     Text,
     TryCount,
-    clip_texts,
 )
 from ckptless.daemon.protocol.messages import Message, TensorsAt
 
@@ -87,7 +87,7 @@ class WritePart(Message, frozen=True, kw_only=True):
     deadline_s: Seconds
 
 
-class Written(Message, frozen=True, kw_only=True):
+class Written(Clipped, Message, frozen=True, kw_only=True):
     """The writer is done; `error` says why not, if so. `path` is the step's folder, if it is whole.
 
     `left`: what could not be removed of older steps, and why.
@@ -96,9 +96,6 @@ class Written(Message, frozen=True, kw_only=True):
     error: Text = ""
     path: FilePath = ""
     left: Text = ""
-
-    def __post_init__(self) -> None:
-        clip_texts(self, "error", "left")
 
 
 FromWriter: TypeAlias = WriterHello | Written
@@ -121,16 +118,13 @@ class Save(Message, frozen=True, kw_only=True):
     deadline_s: DeadlineS
 
 
-class Saved(Message, frozen=True, kw_only=True):
+class Saved(Clipped, Message, frozen=True, kw_only=True):
     """Answer to Save."""
 
     verdict: SaveVerdict
     text: Text
     step: Step | None = None
     path: FilePath = ""
-
-    def __post_init__(self) -> None:
-        clip_texts(self, "text")
 
 
 class SaveNow(Message, frozen=True, kw_only=True):

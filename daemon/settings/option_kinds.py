@@ -259,23 +259,21 @@ def size(value_nbytes: int) -> str:
 
 def names(written: object) -> tuple[str, ...] | None:
     """A list of names, each once, as a tuple; None for what is not one."""
-    if not isinstance(written, list) or len({str(name) for name in written}) < len(written):
-        return None
-    fine = all(isinstance(name, str) and re.fullmatch(r"[^\s,]{1,64}", name) for name in written)
-    return tuple(written) if fine else None
+    return _each_once(written, re.compile(r"[^\s,]{1,64}").fullmatch)
 
 
 def paths(written: object) -> tuple[str, ...] | None:
     """A list of absolute paths, each once, as a tuple; None for what is not one."""
-    if not isinstance(written, list) or len({str(path) for path in written}) < len(written):
-        return None
-    fine = all(isinstance(path, str) and re.fullmatch(r"/[^\x00-\x1f]{0,4095}", path) for path in written)
-    return tuple(written) if fine else None
+    return _each_once(written, re.compile(r"/[^\x00-\x1f]{0,4095}").fullmatch)
 
 
 def networks(written: object) -> tuple[str, ...] | None:
     """A list of networks, each once, as a tuple; None for what is not one."""
-    if not isinstance(written, list) or not all(isinstance(one, str) and is_network(one) for one in written):
+    return _each_once(written, is_network)
+
+
+def _each_once(written: object, good: Callable[[str], object]) -> tuple[str, ...] | None:
+    if not isinstance(written, list) or not all(isinstance(one, str) and good(one) for one in written):
         return None
     return tuple(written) if len(set(written)) == len(written) else None
 

@@ -12,6 +12,7 @@ import re
 import shlex
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, fields, is_dataclass
+from functools import partial
 from pathlib import Path
 from types import NoneType
 from typing import Any, Literal, NamedTuple, get_args
@@ -357,6 +358,10 @@ class SettingsFile:
 # ------------------------------------------------------------------------------ the command line
 
 
+_nodes = partial(number, low=1, high=MOST_NODES)
+_pause = partial(span, low=1, high=86400, such_as="30s or 5m")
+
+
 @dataclass(frozen=True, kw_only=True)
 class RunOptions:
     """The options of ckptless-run, in the order of its help. None is "not said"."""
@@ -382,24 +387,18 @@ class RunOptions:
         spec="spares",
         unsaid="{}, or what sbatch --ckptless said",
     ).default(0)
-    min_nodes: int | None = number(
+    min_nodes: int | None = _nodes(
         "Go on with so few nodes, where one is lost and no spare is left.",
-        low=1,
-        high=MOST_NODES,
         spec="min-nodes",
         unsaid="what sbatch --ckptless said, else as many as train",
     ).default()
-    max_nodes: int | None = number(
+    max_nodes: int | None = _nodes(
         "Grow to so many nodes, once that many are there.",
-        low=1,
-        high=MOST_NODES,
         spec="max-nodes",
         unsaid="what sbatch --ckptless said, else as many as train",
     ).default()
-    step: int | None = number(
+    step: int | None = _nodes(
         "So many nodes are given back, or added, at once, as those of one replica of the model.",
-        low=1,
-        high=MOST_NODES,
         spec="step",
         unsaid="what sbatch --ckptless said, else 1",
     ).default()
@@ -411,27 +410,19 @@ class RunOptions:
         spec="sizes",
         unsaid="what sbatch --ckptless said",
     ).default(())
-    scale_up_after_s: float | None = span(
+    scale_up_after_s: float | None = _pause(
         "How long there must have been nodes to grow with before the job grows.",
         low=0,
-        high=86400,
-        such_as="30s or 5m",
         spec="scale-up-after",
         unsaid="what sbatch --ckptless said, else 30",
     ).default()
-    scale_timeout_s: float | None = span(
+    scale_timeout_s: float | None = _pause(
         "How long ranks of an elastic job may take to join with their state; those later are replaced.",
-        low=1,
-        high=86400,
-        such_as="30s or 5m",
         spec="scale-timeout",
         unsaid="what sbatch --ckptless said, else as long as a stall may last",
     ).default()
-    graceful_s: float | None = span(
+    graceful_s: float | None = _pause(
         "How long the training function of an elastic job may take to be left before its process is ended.",
-        low=1,
-        high=86400,
-        such_as="30s or 5m",
         spec="graceful",
         unsaid="what sbatch --ckptless said, else a tenth of the longest stall",
     ).default()
@@ -441,11 +432,9 @@ class RunOptions:
         spec="draw-in",
         unsaid="0, or what sbatch --ckptless said",
     ).default()
-    draw_in_patience_s: float | None = span(
+    draw_in_patience_s: float | None = _pause(
         "How long a job that cannot go on waits for a node to draw in before it ends.",
         low=0,
-        high=86400,
-        such_as="30s or 5m",
         spec="draw-in-patience",
         unsaid="what sbatch --ckptless said, else 60",
     ).default()

@@ -89,14 +89,15 @@ def parse_length(head: bytes) -> int:
 def decode(body: bytes, kind: type[T]) -> T:
     """Raises ProtocolError; MismatchError where it is one of another protocol."""
     try:
-        found: T = _decoder(cast(Any, kind)).decode(body)
+        found: T = decoder(cast(Any, kind)).decode(body)
     except (msgspec.DecodeError, UnicodeDecodeError, RecursionError) as error:
         raise undecodable(body, error, "a greeting") from error
     return found
 
 
 @functools.cache
-def _decoder(kind: Any) -> msgspec.msgpack.Decoder[Any]:
+def decoder(kind: Any) -> msgspec.msgpack.Decoder[Any]:
+    """One for all connections of a kind: making it takes as long as the rest of a handshake's arithmetic."""
     return msgspec.msgpack.Decoder(kind)
 
 

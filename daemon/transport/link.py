@@ -1,8 +1,6 @@
 """One authenticated connection over TCP, for asyncio: typed messages, and bulk bytes between them."""
 
 import asyncio
-import contextlib
-import functools
 import socket
 from collections.abc import Callable
 from typing import Any, Generic, NamedTuple, Self, TypeVar
@@ -44,12 +42,6 @@ class Route(NamedTuple):
     node: int | None = None
 
 
-@functools.cache
-def _decoder(kind: Any) -> msgspec.msgpack.Decoder[Any]:
-    """One for all connections of a kind: making it takes as long as the rest of a handshake's arithmetic."""
-    return msgspec.msgpack.Decoder(kind)
-
-
 class Link(Generic[T]):
     """A connection to the process of node `node`, whose messages are of union type `kind`.
 
@@ -61,9 +53,10 @@ class Link(Generic[T]):
     ) -> None:
         self.job, self.node = "", -1
         self._reader, self._writer = reader, writer
-        self._decoder: msgspec.msgpack.Decoder[T] = _decoder(kind)
+        self._decoder: msgspec.msgpack.Decoder[T] = handshake.decoder(kind)
         self._encoder = msgspec.msgpack.Encoder()
-        self._limit = limit
+        # Of a message's bytes; whoever knows that the other end has proved who it is may raise it.
+        self.limit = limit
         self._pump = Pump(writer.get_extra_info("socket"))
         # What is to be sent after the transfer that is on its way, if one is.
         self._late: list[bytes] | None = None
@@ -166,10 +159,6 @@ class Link(Generic[T]):
 
     # ------------------------------------------------------------------------------- messages
 
-    def allow(self, limit: int) -> None:
-        """Messages of up to so many bytes, from an end that has proved who it is."""
-        self._limit = limit
-
     def send(self, message: T) -> None:
         """Queue one message; the connection's own buffer takes it."""
         assert self._out is not None, "the handshake comes first"
@@ -192,7 +181,7 @@ class Link(Generic[T]):
         try:
             # no deadline: the caller's: a connection may be silent for as long as it lives
             head = await self._reader.readexactly(handshake.HEAD_BYTES)
-            length, mac = handshake.Sealer.parse_head(head, self._limit)
+            length, mac = handshake.Sealer.parse_head(head, self.limit)
             # no deadline: the caller's: a connection may be silent for as long as it lives
             body = self._in.open(mac, await self._reader.readexactly(length))
         except asyncio.IncompleteReadError as error:
@@ -289,11 +278,6 @@ class Link(Generic[T]):
         self._pump.stop()
         self._writer.close()
 
-    async def closed(self) -> None:
-        """Wait until the transport is gone."""
-        with contextlib.suppress(ConnectionError):
-            await self._writer.wait_closed()
-
 
 async def _vouched(
     opening: handshake.Opening, credentials: Credentials, dialler: handshake.Opening | None = None
@@ -311,20 +295,3 @@ async def _connect(route: Route) -> tuple[CountingReader, asyncio.StreamWriter]:
     source = None if route.source is None else (route.source, 0)
     transport, _ = await loop.create_connection(lambda: protocol, *route.address, local_addr=source)
     return reader, asyncio.StreamWriter(transport, protocol, reader, loop)
-
-
-async def serve(
-    host: str, port: int, handler: Callable[[asyncio.StreamReader, asyncio.StreamWriter], None]
-) -> tuple[asyncio.Server, int]:
-    """A listening server and its port (`port` 0: any). Raises OSError where the port is taken.
-
-    `handler` is a plain function, which owns what it starts: a task that asyncio starts for a coroutine
-    function is nobody's, and prints a traceback when the loop ends before it.
-    """
-    loop = asyncio.get_running_loop()
-
-    def protocol() -> Streams:
-        return Streams(CountingReader(GREETING_BUFFER_BYTES, loop), handler, loop)
-
-    server = await loop.create_server(protocol, host, port, backlog=256)
-    return server, int(server.sockets[0].getsockname()[1])

@@ -11,6 +11,7 @@ takes less time than to connect does, so that the kernel's queue has room for wh
 import asyncio
 import contextlib
 import errno
+import ipaddress
 import logging
 import resource
 import socket
@@ -18,11 +19,12 @@ import struct
 from collections.abc import Callable
 from typing import TypeAlias
 
-from ckptless.daemon.protocol.errors import MismatchError, ProtocolError
+from ckptless.daemon.protocol.errors import MismatchError, ProtocolError, UsageError
 from ckptless.daemon.transport import handshake
 from ckptless.daemon.transport.bucket import TokenBucket
 from ckptless.daemon.transport.bulk import CountingReader, Streams
 from ckptless.daemon.transport.link import GREETING_BUFFER_BYTES, HANDSHAKE_DEADLINE_S
+from ckptless.daemon.transport.tasks import Tasks, end_all
 
 logger = logging.getLogger(__name__)
 
@@ -75,7 +77,7 @@ class Listener:
         self._sources: dict[str, TokenBucket] = {}
         self._host = ""
         self._again: asyncio.TimerHandle | None = None
-        self._tasks: set[asyncio.Task[None]] = set()
+        self._tasks = Tasks()
 
     def open(self, host: str, port: int = 0) -> int:
         """Listen at a numeric address; the port. Raises OSError."""
@@ -147,9 +149,7 @@ class Listener:
             visitor.sock.close()
             self._on_refused(visitor.address, refused)
             return
-        task = asyncio.create_task(self._give_streams(visitor.sock, bytes(visitor.came)))
-        self._tasks.add(task)
-        task.add_done_callback(self._tasks.discard)
+        self._tasks.spawn(self._give_streams(visitor.sock, bytes(visitor.came)))
 
     async def _give_streams(self, sock: socket.socket, came: bytes) -> None:
         loop = asyncio.get_running_loop()
@@ -182,9 +182,7 @@ class Listener:
             visitor.leave()
             visitor.sock.close()
         self._visitors.clear()
-        for task in list(self._tasks):
-            task.cancel()
-        await asyncio.gather(*self._tasks, return_exceptions=True)
+        await end_all(self._tasks)
 
 
 class _Streams(Streams):
@@ -297,7 +295,12 @@ def listen(host: str, port: int = 0) -> socket.socket:
 
 
 async def serve(host: str, make: Callable[[], asyncio.BaseProtocol]) -> tuple[asyncio.Server, int]:
-    """A server at a numeric address, and its port, which the system chooses. Raises OSError."""
+    """A server at a numeric address, and its port, which the system chooses. Raises OSError, UsageError."""
+    try:
+        ipaddress.ip_address(host)
+    except ValueError as error:
+        # A name may stand for several addresses, which would get a port each.
+        raise UsageError(f"an agent listens at a numeric address, not at {host!r}") from error
     sock = listen(host)
     port = int(sock.getsockname()[1])
     try:

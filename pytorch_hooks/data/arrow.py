@@ -111,7 +111,7 @@ class Arrow(FileSource[_Rows]):
 
         name = f"{key('rows', file.path.name, file.stamp.nbytes, file.stamp.changed_ns)}.rows"
         load = lru_cache(KEPT_BATCHES)(lambda number: self._chosen(reader.get_batch(number)))
-        return load, self._cache.numbers(name, count).tolist()
+        return load, self.cache.numbers(name, count).tolist()
 
     def _check_columns(self, given: DataFile, schema: Any) -> None:
         missing = [name for name in self._columns or () if name not in schema.names]
@@ -134,12 +134,12 @@ class Arrow(FileSource[_Rows]):
                 schema = arrow.schema([parquet.schema_arrow.field(c) for c in columns])
                 with arrow.ipc.new_file(out, schema) as writer:
                     # One thread: this process may be about to fork.
-                    rows = SEALED_ROWS if self._cache.encrypts else ROWS
+                    rows = SEALED_ROWS if self.cache.encrypts else ROWS
                     for batch in parquet.iter_batches(rows, columns=columns, use_threads=False):
                         writer.write_batch(batch)
             given.check()
 
-        return self._cache.open(name, make, nbytes=stamp.nbytes * 4)
+        return self.cache.open(name, make, nbytes=stamp.nbytes * 4)
 
     def get(self, index: int) -> dict[str, Any]:
         """See Source."""

@@ -39,6 +39,7 @@ class Source(Protocol):
 
     def open(self) -> None:
         """Get ready; a second time it does nothing. Raises DataError, UsageError."""
+        return
 
     def __len__(self) -> int:
         """Return how many samples there are, once it is open."""
@@ -57,6 +58,7 @@ class Source(Protocol):
 
     def close(self) -> None:
         """Give back what `open` took."""
+        return
 
 
 def path_list(paths: Paths) -> list[Path]:
@@ -72,17 +74,12 @@ class FileSource(Generic[Part]):
 
     def __init__(self, paths: Paths, cache: Cache | None) -> None:
         self._paths = path_list(paths)
-        self._cache = cache or Cache()
+        self.cache = cache or Cache()
         self._parts: list[Part] = []
         self._firsts = np.zeros(1, dtype=np.int64)
         # What was given, and what it was turned into.
         self._given: list[DataFile] = []
         self._held: list[DataFile] = []
-
-    @property
-    def cache(self) -> Cache:
-        """The folder of its entries."""
-        return self._cache
 
     def open(self) -> None:
         """See Source."""
@@ -178,14 +175,14 @@ class JsonLines(FileSource[_Lines]):
         plain, damage = self._plain(given)
         if damage and not self._keep_damaged:
             raise DataError(damage)
-        lines = _Lines(given.path, plain, _index(plain, self._cache), damage)
+        lines = _Lines(given.path, plain, _index(plain, self.cache), damage)
         yield lines, lines.count
 
     def _plain(self, given: DataFile) -> tuple[DataFile, str]:
         """The file as lines of JSON, and what of it is damaged."""
         if given.read(0, min(2, given.stamp.nbytes)) != GZIP:
             return given, ""
-        file, damage = _unpacked(given, self._cache)
+        file, damage = _unpacked(given, self.cache)
         return self._hold(file), damage
 
     def get(self, index: int) -> Any:
@@ -225,7 +222,7 @@ class Json(JsonLines):
                 # A line break in JSON is white space: within strings it is escaped.
                 out.write(bytes(element).replace(b"\n", b" ").replace(b"\r", b" ") + b"\n")
 
-        return self._hold(self._cache.open(name, make, nbytes=found.stamp.nbytes)), ""
+        return self._hold(self.cache.open(name, make, nbytes=found.stamp.nbytes)), ""
 
 
 def _index(file: DataFile, cache: Cache) -> Numbers:

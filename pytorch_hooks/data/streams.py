@@ -13,14 +13,11 @@ from ckptless.pytorch_hooks.data.identity import identify
 from ckptless.pytorch_hooks.data.sources import Source
 
 
-class MapStyle:
+class MapStyle(Source):
     """A dataset with `__len__` and `__getitem__`."""
 
     def __init__(self, dataset: Any) -> None:
         self._dataset = dataset
-
-    def open(self) -> None:
-        """See Source."""
 
     def __len__(self) -> int:
         return len(self._dataset)
@@ -37,9 +34,6 @@ class MapStyle:
         """See Source."""
         known = [type(self._dataset).__qualname__, len(self._dataset)]
         return [*known, identify(self._dataset)] if strict else known
-
-    def close(self) -> None:
-        """See Source."""
 
 
 class Stream:

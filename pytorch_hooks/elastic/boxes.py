@@ -4,7 +4,6 @@ A rank's part of a DTensor is a box: where it begins in the whole in each dimens
 is put together from those parts of another number of ranks that it overlaps, and takes no element twice.
 """
 
-import math
 from collections.abc import Iterable
 from typing import NamedTuple
 
@@ -14,11 +13,6 @@ class Box(NamedTuple):
 
     start: tuple[int, ...]
     shape: tuple[int, ...]
-
-    @property
-    def numel(self) -> int:
-        """The number of elements; of a scalar 1."""
-        return math.prod(self.shape)
 
 
 def whole(shape: tuple[int, ...]) -> Box:

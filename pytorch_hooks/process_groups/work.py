@@ -403,9 +403,6 @@ class AbortableWork(torch_private.Work):
         """The output tensors."""
         return cast("list[torch.Tensor]", self._value)
 
-    def _source_rank(self) -> int:
-        return torch_private.source_rank(self._work)
-
     def source_rank(self) -> int:
         """Return the rank that a received message came from."""
-        return self._source_rank()
+        return torch_private.source_rank(self._work)

@@ -122,7 +122,7 @@ class Run:
         self._telling: DeviceNumber | None = None
         self._told_many = False
         self._versions = Versions(session, lasts=groups.lasts)
-        self._copying = Copying(self._versions, overlap, self._tell_overlap)
+        self._copying = Copying(self._versions, overlap, partial(self._warn, "overlap-off"))
         self._part: m.Assigned | None = None
         self._built: _Kept | None = None
         # The cut that the assignment is of, and what was built is for (see m.Assigned).
@@ -175,9 +175,6 @@ class Run:
 
     def _warn(self, kind: str, text: str) -> None:
         self._session.send(m.Note(level="warning", kind=kind, text=text))
-
-    def _tell_overlap(self, why_not: str) -> None:
-        self._warn("overlap-off", why_not)
 
     def _tell_outside(self, text: str) -> None:
         if self.rank == 0:

@@ -45,20 +45,15 @@ class Attributes:
     """The attributes of named objects: as they were built, and which have changed. Main thread only."""
 
     def __init__(self, holders: dict[str, Any]) -> None:
-        self._holders = {name: one for name, one in holders.items() if not is_foreign(type(one))}
+        self.holders = {name: one for name, one in holders.items() if not is_foreign(type(one))}
         self._built: dict[str, dict[str, bytes]] = {}
         self._changed: dict[str, set[str]] = {}
         # How each attribute looked when it was packed last, and what that gave.
         self._packed: dict[str, dict[str, tuple[Any, bytes | None]]] = {}
 
-    @property
-    def holders(self) -> dict[str, Any]:
-        """The objects that are looked into, by name."""
-        return self._holders
-
     def begin(self, names: Callable[[], Mapping[int, str]]) -> None:
         """Remember what was built, the first time; `names` are those of tensors that are saved elsewhere."""
-        for name, one in self._holders.items():
+        for name, one in self.holders.items():
             if name not in self._built:
                 self._built[name], self._changed[name] = self._pack(name, one, names()), set()
 
@@ -76,7 +71,7 @@ class Attributes:
 
     def check_large(self, names: Mapping[int, str]) -> None:
         """Raise UsageError where something has changed that is too large to be looked at in each commit."""
-        for name, one in self._holders.items():
+        for name, one in self.holders.items():
             for key, value in own(one):
                 found, before = self._packed.get(name, {}).get(key, (None, None))
                 if before is None or not _is_large(value, 0) or found != look_at(value, names):
@@ -92,7 +87,7 @@ class Attributes:
         self, name: str, module: torch.nn.Module, changed: Iterable[str], built: dict[str, bytes]
     ) -> None:
         """Look at these attributes of a module, too; those in `built` were like that when it was built."""
-        self._holders[name] = module
+        self.holders[name] = module
         self._built.setdefault(name, {}).update(built)
         self._changed.setdefault(name, set()).update(changed)
 
@@ -103,9 +98,9 @@ class Attributes:
         UsageError where it is too much.
         """
         self.begin(ask)
-        names = ask() if self._holders else {}
+        names = ask() if self.holders else {}
         saved: Saved = {}
-        for name, one in self._holders.items():
+        for name, one in self.holders.items():
             built, changed = self._built[name], self._changed[name]
             now = self._pack(name, one, names)
             changed.update(key for key, value in now.items() if built.get(key) != value)
@@ -131,7 +126,7 @@ class Attributes:
 
         After `load_state_dict` of the objects. RecoveryError where a tensor that it names is not here.
         """
-        for name, one in self._holders.items():
+        for name, one in self.holders.items():
             kept, covered = saved.get(name, ({}, []))
             built = self._built[name]
             if not isinstance(one, torch.nn.Module):
@@ -301,7 +296,7 @@ def _inside(
         yield path, value
         return
     if isinstance(value, dict):
-        items = [(f"[{_short(key)}]", item) for key, item in value.items()]
+        items = [(f"[{short(key)}]", item) for key, item in value.items()]
     elif isinstance(value, (list, tuple, set, frozenset, deque)):
         items = [(f"[{index}]", item) for index, item in enumerate(value)]
     else:
@@ -321,7 +316,8 @@ def _has_state(value: Any) -> bool:
     )
 
 
-def _short(key: object) -> str:
+def short(key: object) -> str:
+    """Return a key of a dict as a place has it."""
     return repr(key) if isinstance(key, (str, int)) else type(key).__name__
 
 

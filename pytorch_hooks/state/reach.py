@@ -121,7 +121,7 @@ def _of_container(value: Any) -> Iterator[tuple[str, Any]]:
     if len(value) > attributes.MANY or isinstance(value, (set, frozenset)):
         yield ".len", len(value)
     elif isinstance(value, dict):
-        yield from ((f"[{_shown(key)}]", item) for key, item in list(value.items()))
+        yield from ((f"[{attributes.short(key)}]", item) for key, item in list(value.items()))
     else:
         yield from ((f"[{index}]", item) for index, item in enumerate(list(value)))
 
@@ -153,10 +153,6 @@ def _of_class(value: type) -> Iterator[tuple[str, Any]]:
             yield f".{key}", item.fget
         elif not (key.startswith("__") and key.endswith("__")) or isinstance(item, FunctionType):
             yield f".{key}", item
-
-
-def _shown(key: object) -> str:
-    return repr(key) if isinstance(key, (str, int)) else type(key).__name__
 
 
 class Outside:

@@ -27,7 +27,7 @@ def check_written(state: State, data: bytes, payload: torch.Tensor) -> None:
             raise UsageError(f"{shown(entry.name)} {_MOVED}")
     if living:
         raise UsageError(f"{shown(next(iter(living)))} is in the State, and not in the version of this step")
-    again = record.capture(state, view.step, view.cursor, view.ddp_layouts, fresh, view.exact)
+    again = record.draft(state, view.step, view.cursor, view.ddp_layouts, fresh, view.exact).finish()
     if (part_of := record.differing(data, again)) is not None:
         raise UsageError(f"the state's {part_of} {_MOVED}")
 

@@ -78,22 +78,6 @@ class _Record(msgspec.Struct, forbid_unknown_fields=True):
     exact: tuple[int, int] | None = None
 
 
-def capture(
-    state: State,
-    step: int,
-    cursor: object = None,
-    ddp_layouts: DdpLayouts | None = None,
-    tensors: TensorSet | None = None,
-    exact: tuple[int, int] | None = None,
-) -> bytes:
-    """Make the record of `step`, between two steps: after `optimizer.step()` (and `scaler.update()`).
-
-    `cursor` is any plain tree; `tensors` saves a walk where it has just looked at `state`; `exact`: see
-    RecordView. UsageError for what cannot be saved, with its place. Waits for what a device has of it.
-    """
-    return draft(state, step, cursor, ddp_layouts, tensors, exact).finish()
-
-
 class Draft:
     """A record that lacks what is still on its way from a device; no device was waited for."""
 
@@ -151,7 +135,12 @@ def draft(
     tensors: TensorSet | None = None,
     exact: tuple[int, int] | None = None,
 ) -> Draft:
-    """Do as `capture`; what is on a device is copied behind the training, and completes the record later."""
+    """Make the record of `step`, between two steps: after `optimizer.step()` (and `scaler.update()`).
+
+    `cursor` is any plain tree; `tensors` saves a walk where it has just looked at `state`; `exact`: see
+    RecordView. UsageError for what cannot be saved, with its place. What is on a device is copied behind the
+    training, and completes the record later.
+    """
     parts = parts_of(state)
     for name, scaler in parts.scalers.items():
         if private.scaler_busy(scaler):

@@ -1,6 +1,5 @@
 """The tensors of a State as one flat buffer: packed at a commit, unpacked after a fault."""
 
-from collections.abc import Callable
 from typing import Any, NamedTuple
 
 import torch
@@ -13,15 +12,11 @@ from ckptless.pytorch_hooks.state.layout import Entry, Layout, Named
 from ckptless.pytorch_hooks.state.objects import State, every_tensor, parts_of, tree_of, watch_of
 
 _VIEWED = 4
-_Watched = list[tuple[Any, Callable[[Any], tuple[int, ...]], tuple[int, ...]]]
+_Watched = list[tuple[Any, tuple[int, ...]]]
 
 
-def _dict_ids(value: dict[Any, Any]) -> tuple[int, ...]:
-    return tuple(map(id, value.values()))
-
-
-def _list_ids(value: list[Any]) -> tuple[int, ...]:
-    return tuple(map(id, value))
+def _ids(container: Any) -> tuple[int, ...]:
+    return tuple(map(id, container if isinstance(container, list) else container.values()))
 
 
 class TensorCopy(NamedTuple):
@@ -48,15 +43,16 @@ class TensorSet:
     """
 
     def __init__(self, state: State) -> None:
-        self._state = state
+        self.state = state
         self._watched: _Watched = []
         self._nested = False
         self._scanned = False
         self._named: list[Named] = []
-        self._layout = layouts.plan(())
+        # The layout that was looked at last, and the device besides the CPU that tensors lie on then.
+        self.planned = layouts.plan(())
+        self.device: torch.device | None = None
         self._catalog: bytes | None = None
         self._forms: list[tuple[torch.dtype, torch.Size, bool]] = []
-        self._accelerator: torch.device | None = None
         self._spans: tuple[tuple[str, frozenset[str]], tuple[tuple[int, int], ...]] = ("", frozenset()), ()
         self._views: dict[tuple[int, int], tuple[str, list[torch.Tensor]]] = {}
         self._aliases: list[torch.Tensor] = []
@@ -69,32 +65,17 @@ class TensorSet:
         self._shared, self._addresses = as_built.shared(self._named), as_built.addresses(self._named)
 
     @property
-    def state(self) -> State:
-        """The State that they are of."""
-        return self._state
-
-    @property
     def layout(self) -> Layout:
         """The layout that the next `pack` would use; looks for changes first."""
         self.refresh()
-        return self._layout
-
-    @property
-    def planned(self) -> Layout:
-        """The layout that was looked at last."""
-        return self._layout
-
-    @property
-    def device(self) -> torch.device | None:
-        """The device that tensors lie on besides the CPU, if any do, as they were looked at last."""
-        return self._accelerator
+        return self.planned
 
     @property
     def catalog(self) -> bytes:
         """The packed catalog of the layout last looked at; made once for it."""
         if self._catalog is None:
-            optimizers = parts_of(self._state).optimizers
-            self._catalog = catalog.make(self._named, optimizers, tree_of(self._state).modules())
+            optimizers = parts_of(self.state).optimizers
+            self._catalog = catalog.make(self._named, optimizers, tree_of(self.state).modules())
         return self._catalog
 
     @property
@@ -119,18 +100,18 @@ class TensorSet:
 
         The usual answer, no, costs about a microsecond for each tensor, where there are thousands.
         """
-        before = self._layout.digest
+        before = self.planned.digest
         if self._nested or not self._scanned or self._stale():
             # A forward pass without a backward leaves FSDP2's root gathered: those are not the shards.
-            private.reshard(module for _prefix, module in tree_of(self._state).modules())
+            private.reshard(module for _prefix, module in tree_of(self.state).modules())
             self._scan()
-        return self._layout.digest != before
+        return self.planned.digest != before
 
     def check_built(self) -> None:
         """Raise UsageError where the state is not made of what it was built of, as a new process would be."""
         self.refresh()
         if self._looked != self._scans:
-            as_built.check_built(self._built, self._state)
+            as_built.check_built(self._built, self.state)
             self._looked = self._scans
 
     def check_shared(self) -> None:
@@ -147,12 +128,12 @@ class TensorSet:
         """
         # no deadline: the device's own work; the end of the generation frees it
         self.queue(buffer).wait()
-        return self._layout
+        return self.planned
 
     def queue(self, buffer: torch.Tensor) -> Arrival:
         """Do as `pack`; copies from a device are queued there, behind the training, before what follows."""
         self.refresh()
-        _check_buffer(buffer, self._layout.nbytes)
+        _check_buffer(buffer, self.planned.nbytes)
         sources = [private.local(n.tensor) for n in self._named]
         return private.queue_copies(self._viewed(buffer), [s for s in sources if s.numel()])
 
@@ -164,13 +145,13 @@ class TensorSet:
         gradient, and buffers.
         """
         self.refresh()
-        _check_buffer(buffer, self._layout.nbytes)
+        _check_buffer(buffer, self.planned.nbytes)
         made: list[TensorCopy] = []
         parts = [private.local(n.tensor) for n in self._named]
         aliases = self._aliased(parts)
         filled = [index for index, part in enumerate(parts) if part.numel()]
         for index, target in zip(filled, self._viewed(buffer), strict=True):
-            entry = self._layout.entries[index]
+            entry = self.planned.entries[index]
             trained = entry.name[0] == "o" or self._forms[index][2]
             made.append(
                 TensorCopy(
@@ -210,7 +191,7 @@ class TensorSet:
         self._check_parameters(groups["p"])
         states = self._match_optimizers(groups["o"])
         self._check_buffers(groups["b"])
-        changed = {b.name for b in watch_of(self._state).changed()}
+        changed = {b.name for b in watch_of(self.state).changed()}
         self._make_buffers(groups["b"])
         for optimizer, parameter, own in states:
             _make_state(optimizer, parameter, own)
@@ -220,14 +201,14 @@ class TensorSet:
         entries = [e for e in layout.entries if e.nbytes]
         private.copy_all([living[e.name] for e in entries], [view(buffer, e) for e in entries])
         # Writing them was not the model's doing: what was unchanged stays so.
-        watch_of(self._state).rebase(changed)
+        watch_of(self.state).rebase(changed)
 
     def spans(self, names: frozenset[str]) -> tuple[tuple[int, int], ...]:
         """Return where these tensors lie in what was packed last: (start, end), neighbours in one."""
-        key = (self._layout.digest, names)
+        key = (self.planned.digest, names)
         if self._spans[0] != key:
             found: list[tuple[int, int]] = []
-            for entry in self._layout.entries if names else ():
+            for entry in self.planned.entries if names else ():
                 if entry.name not in names:
                     continue
                 start, end = entry.offset, entry.offset + entry.nbytes
@@ -240,8 +221,8 @@ class TensorSet:
     # ---- what there is
 
     def _stale(self) -> bool:
-        for container, ids, known in self._watched:
-            if ids(container) != known:
+        for container, known in self._watched:
+            if _ids(container) != known:
                 return True
         for named, (dtype, shape, trained) in zip(self._named, self._forms, strict=True):
             part = private.local(named.tensor)
@@ -254,20 +235,20 @@ class TensorSet:
         self._watched, self._nested, self._scanned = [], False, False
         # Strong references: an id in the watch list cannot come back as another tensor's.
         self._watch_all()
-        self._named = sorted(every_tensor(self._state), key=_is_trained)
+        self._named = sorted(every_tensor(self.state), key=_is_trained)
         fresh = layouts.plan(self._named)
         parts = [(n, private.local(n.tensor)) for n in self._named]
         self._forms = [(part.dtype, part.shape, n.tensor.requires_grad) for n, part in parts]
-        self._accelerator = next((part.device for _n, part in parts if part.device.type != "cpu"), None)
+        self.device = next((part.device for _n, part in parts if part.device.type != "cpu"), None)
         self._aliases, self._updated, self._names = [], self._updates(), None
-        if fresh.digest != self._layout.digest:
-            self._layout, self._catalog = fresh, None
+        if fresh.digest != self.planned.digest:
+            self.planned, self._catalog = fresh, None
         self._scanned = True
         self._scans += 1
 
     def _updates(self) -> list[bool]:
         """Return of each tensor whether it is an optimizer's to change."""
-        optimizers = parts_of(self._state).optimizers.values()
+        optimizers = parts_of(self.state).optimizers.values()
         theirs = {id(parameter) for one in optimizers for _place, parameter in optim.parameters(one)}
         roots = {n.name.split(":")[1] for n in self._named if n.name[0] == "p" and id(n.tensor) in theirs}
         return [n.name[0] == "o" or (n.name[0] == "p" and n.name.split(":")[1] in roots) for n in self._named]
@@ -281,16 +262,15 @@ class TensorSet:
         return self._aliases
 
     def _watch(self, container: Any) -> None:
-        ids: Callable[[Any], tuple[int, ...]] = _list_ids if isinstance(container, list) else _dict_ids
-        self._watched.append((container, ids, ids(container)))
+        self._watched.append((container, _ids(container)))
 
     def _watch_all(self) -> None:
         """Watch every container in which a tensor may come, go or be replaced. Raises UsageError."""
-        for _prefix, module in tree_of(self._state).modules():
+        for _prefix, module in tree_of(self.state).modules():
             self._watch(private.parameters_of(module))
             self._watch(private.buffers_of(module))
             self._watch(private.children_of(module))
-        for name, optimizer in parts_of(self._state).optimizers.items():
+        for name, optimizer in parts_of(self.state).optimizers.items():
             optim.check(name, optimizer)
             self._watch(optimizer.param_groups)
             for group in optimizer.param_groups:
@@ -304,11 +284,11 @@ class TensorSet:
     def _viewed(self, buffer: torch.Tensor) -> list[torch.Tensor]:
         key = (buffer.data_ptr(), buffer.numel())
         digest, views = self._views.get(key, ("", []))
-        if digest != self._layout.digest:
+        if digest != self.planned.digest:
             # The gaps between the tensors must be the same on every twin.
-            buffer[: self._layout.nbytes].zero_()
-            views = [view(buffer, e) for e in self._layout.entries if e.nbytes]
-            self._views[key] = (self._layout.digest, views)
+            buffer[: self.planned.nbytes].zero_()
+            views = [view(buffer, e) for e in self.planned.entries if e.nbytes]
+            self._views[key] = (self.planned.digest, views)
             while len(self._views) > _VIEWED:
                 del self._views[next(iter(self._views))]
         return views
@@ -329,13 +309,13 @@ class TensorSet:
                 )
 
     def _check_buffers(self, wanted: dict[str, Entry]) -> None:
-        slots = tree_of(self._state).slots()
+        slots = tree_of(self.state).slots()
         for name in wanted:
             if name not in slots:
                 raise RecoveryError(f"the buffer {name} was saved but is not here")
 
     def _make_buffers(self, wanted: dict[str, Entry]) -> None:
-        slots = tree_of(self._state).slots()
+        slots = tree_of(self.state).slots()
         living = {n.name: n.tensor for n in self._named if n.name.startswith("b:")}
         for name in living.keys() - wanted.keys():
             module, key = slots[name]
@@ -363,7 +343,7 @@ class TensorSet:
             prefix = name.split(":", 3)
             places.setdefault(":".join(prefix[:3]), {})[prefix[-1]] = entry
         states = []
-        for name, optimizer in parts_of(self._state).optimizers.items():
+        for name, optimizer in parts_of(self.state).optimizers.items():
             for place, parameter in optim.parameters(optimizer):
                 entries = places.pop(f"o:{name}:{place}", {})
                 if not _state_fits(optimizer, parameter, entries):

@@ -106,13 +106,9 @@ class BufferWatch:
         self._tree = tree
         self._known: dict[str, tuple[torch.Tensor, int, int]] = {}
         self._changed: set[str] = set()
-        self._recorded: frozenset[str] = frozenset()
+        # By name those that the newest record has: each rank's own.
+        self.recorded: frozenset[str] = frozenset()
         self.rebase(set())
-
-    @property
-    def recorded(self) -> frozenset[str]:
-        """The buffers, by name, that the newest record has: each rank's own."""
-        return self._recorded
 
     def changed(self) -> list[Owned]:
         """Give the buffers that have changed; one that changed once stays so until `rebase`."""
@@ -137,12 +133,12 @@ class BufferWatch:
     def record(self) -> list[Owned]:
         """Give the buffers that have changed, which a record is made of now."""
         changed = self.changed()
-        self._recorded = frozenset(item.name for item in changed)
+        self.recorded = frozenset(item.name for item in changed)
         return changed
 
     def rebase(self, changed: set[str]) -> None:
         """Take the buffers as they stand for unchanged, but for those named."""
-        self._changed, self._recorded = set(changed), frozenset(changed)
+        self._changed, self.recorded = set(changed), frozenset(changed)
         self._known = {
             b.name: (b.tensor, private.version(b.tensor), _digest(b.tensor)) for b in self._tree.buffers()
         }

@@ -64,6 +64,7 @@ from ckptless.pytorch_hooks.data.arrow import Arrow
 from ckptless.pytorch_hooks.data.cache import Cache
 from ckptless.pytorch_hooks.data.sources import Json, JsonLines
 from ckptless.pytorch_hooks.state import catalog, codec, layout, record
+from tests.unit.daemon.nccl_rank import decode_id, encode_check_in
 
 from .seeds import build, members, structs_in
 
@@ -192,7 +193,7 @@ def edges() -> list[Target]:
         ),
         Target("store, torch's protocol", _store_stream, lambda data: store_parser.StoreParser().feed(data)),
         Target("NCCL, a check-in", _check_in, _nccl_check_in),
-        Target("NCCL, an id", _unique_id, nccl_wire.decode_id),
+        Target("NCCL, an id", _unique_id, decode_id),
         # Compressed again each time: what is within is what shall be looked at.
         Target("decree, packed", lambda c: zlib.decompress(_packed(c)), _zipped(_unpack)),
         Target("bundle", lambda c: zlib.decompress(_bundle(c)), _zipped(_unbundle)),
@@ -296,7 +297,7 @@ def _check_in(chance: Random) -> bytes:
     nbytes = chance.choice(list(nccl_wire.LAYOUTS))
     listen = nccl_wire.Address(chance.choice(("127.0.0.1", "::1")), chance.randrange(1, 1 << 16))
     found = nccl_wire.CheckIn(1, 2, 0, 1, 0, listen, b"x" * 8)
-    return nccl_wire.encode_message(chance.randrange(1 << 64), nccl_wire.encode_check_in(found, nbytes))
+    return nccl_wire.encode_message(chance.randrange(1 << 64), encode_check_in(found, nbytes))
 
 
 def _unique_id(chance: Random) -> bytes:

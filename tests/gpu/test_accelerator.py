@@ -19,7 +19,7 @@ from ckptless.pytorch_hooks.devices.arrival import Arrival, DeviceNumber
 from ckptless.pytorch_hooks.devices.memory import MemoryWatch
 from ckptless.pytorch_hooks.errors import DeviceLost
 from ckptless.pytorch_hooks.process_groups import device_backends
-from ckptless.pytorch_hooks.state import State, TensorSet, capture, draft, read
+from ckptless.pytorch_hooks.state import State, TensorSet, draft, read
 from ckptless.pytorch_hooks.torch_private import calls as torch_private
 from tests.gpu import kind
 
@@ -146,7 +146,7 @@ def test_a_record_is_drafted_without_a_wait_and_completed_as_it_was_then(module:
     scaler: Any = torch.amp.GradScaler(DEVICE, init_scale=64.0, growth_interval=1)
     state, norm = trained(scaler)
     tensors = TensorSet(state)
-    wanted = capture(state, 1, tensors=tensors)
+    wanted = draft(state, 1, tensors=tensors).finish()
     with kind.held(), kind.no_waits():
         made = draft(state, 1, tensors=tensors)
         assert not made.is_whole

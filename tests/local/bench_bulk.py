@@ -50,7 +50,11 @@ from ckptless.daemon.protocol.version import (
     write_header,
 )
 from ckptless.daemon.transport.credentials import KeyCredentials
-from ckptless.daemon.transport.link import Link, Route, serve
+from ckptless.daemon.transport.link import (
+    Link,
+    Route,
+)
+from tests.unit.daemon.served import serve
 
 JOB = "bench"
 HOST = "127.0.0.1"

@@ -29,7 +29,7 @@ from ckptless.daemon.protocol import messages as m
 from ckptless.daemon.protocol import version
 from ckptless.pytorch_hooks.commit.slots import SLOTS
 from ckptless.pytorch_hooks.commit.versions import Versions, record_digest
-from ckptless.pytorch_hooks.state import State, TensorSet, capture, read
+from ckptless.pytorch_hooks.state import State, TensorSet, draft, read
 
 GENERATION = 1
 
@@ -94,7 +94,7 @@ class Bench:
         start, used = time.perf_counter(), time.process_time()
         write = self.versions.begin if beside else self.versions.write
         written = write(self.tensors, self.step, GENERATION, 0, 0)
-        record = capture(self.state, self.step, None, {}, self.tensors)
+        record = draft(self.state, self.step, None, {}, self.tensors).finish()
         commit = m.Commit(
             generation=GENERATION,
             step=self.step,

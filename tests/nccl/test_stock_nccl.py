@@ -83,7 +83,7 @@ class Agents:
     async def has_kept(self, *counts: int) -> None:
         """Returns once so many ranks wait at the last nodes."""
         async with asyncio.timeout(LONG_S):
-            while [server._roots.kept for server in self.servers[-len(counts) :]] != list(counts):  # noqa: ASYNC110
+            while [server._roots._kept for server in self.servers[-len(counts) :]] != list(counts):  # noqa: ASYNC110
                 await asyncio.sleep(0.02)
 
     async def close(self) -> None:

@@ -7,9 +7,11 @@ from typing import Any
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from msgspec import structs
 
 from ckptless.daemon.agent.dataloader import ring as r
 from ckptless.daemon.agent.dataloader.ring import DEATHS, JOBS, Ring
+from ckptless.daemon.protocol.ring import RingMake
 
 WINDOW = 3
 READERS = 4
@@ -50,7 +52,7 @@ class World:
         self.memory: dict[tuple[int, int], int] = {}
         self.producers: list[int] = []
         self.grants: list[tuple[int, int]] = []
-        self.jobs: list[r.Make] = []
+        self.jobs: list[RingMake] = []
         self.stands: dict[int, tuple[int, int, int]] = {}
         self.told: list[r.Note] = []
         self.fails: set[int] = set()
@@ -75,7 +77,7 @@ class World:
                 case r.Grant():
                     assert self.readers[action.reader].alive
                     self.grants.append((action.reader, action.lease))
-                case r.Make():
+                case RingMake():
                     assert self.producers, "asked of nobody"
                     self.jobs.append(action)
                 case r.FreeBatch():
@@ -88,7 +90,7 @@ class World:
 
     def check(self) -> None:
         assert len(self.producers) <= 1
-        assert set(self.memory) == {(s, seq) for s in range(STREAMS) for seq in self.ring.ready(s)}
+        assert set(self.memory) == {(s, seq) for s, one in self.ring.streams.items() for seq in one.ready}
         for stream, seq in self.memory:
             dones = [reader.done for reader in self.readers if reader.stream == stream]
             assert seq >= min(dones), "kept, and nobody can be sent back to it"
@@ -288,7 +290,7 @@ class DropsAhead(Ring):
 class NeverOver(Ring):
     """Makes nothing beyond the budget."""
 
-    def _next_job(self, out: list[r.Action]) -> r.Make | None:
+    def _next_job(self, out: list[r.Action]) -> RingMake | None:
         if self.used_nbytes + self._largest > self._budget:
             return None
         return super()._next_job(out)
@@ -306,9 +308,9 @@ class TwoProducers(Ring):
 class OneHistory(Ring):
     """Lets the producer go on where it stands, though another position is to be gone on from."""
 
-    def _next_job(self, out: list[r.Action]) -> r.Make | None:
+    def _next_job(self, out: list[r.Action]) -> RingMake | None:
         made = super()._next_job(out)
-        return None if made is None else r.Make(made.stream, 0, made.seq, made.base, made.position)
+        return None if made is None else structs.replace(made, history=0)
 
 
 class ForgetsJobs(Ring):
@@ -325,9 +327,9 @@ class KeepsEnd(Ring):
     """Takes the end of what came before for the end of what is made now."""
 
     def _begin_anew(self, number: int, first: int, seq: int, position: bytes) -> list[r.Action]:
-        end = self._streams[number].end
+        end = self.streams[number].end
         out = super()._begin_anew(number, first, seq, position)
-        self._streams[number].end = end
+        self.streams[number].end = end
         return out
 
 
@@ -352,7 +354,7 @@ class KeepsSending(Ring):
 
     def _begin_anew(self, number: int, first: int, seq: int, position: bytes) -> list[r.Action]:
         out = super()._begin_anew(number, first, seq, position)
-        for mark in self._marks.values():
+        for mark in self.marks.values():
             mark.held = False
         return out
 

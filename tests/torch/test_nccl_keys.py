@@ -12,7 +12,10 @@ from torch._C._distributed_c10d import PrefixStore, TCPStore
 
 from ckptless.daemon.agent.kvstore.server import StoreServer
 from ckptless.daemon.agent.nccl.ids import NcclIds
-from ckptless.daemon.agent.nccl.wire import Address, decode_id
+from ckptless.daemon.agent.nccl.wire import (
+    Address,
+)
+from tests.unit.daemon.nccl_rank import decode_id
 
 HOMES = [Address("10.0.0.1", 7), Address("10.0.0.1", 7), Address("10.0.0.2", 8)]
 IDS = NcclIds(b"key", 5, HOMES)

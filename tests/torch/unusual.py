@@ -31,7 +31,7 @@ from torch.optim.optimizer import register_optimizer_step_post_hook
 from ckptless.daemon.protocol.errors import UsageError
 from ckptless.pytorch_hooks.cursor import Cursors
 from ckptless.pytorch_hooks.running import standalone as plain
-from ckptless.pytorch_hooks.state import State, TensorSet, capture, gradients, read, readback, restore
+from ckptless.pytorch_hooks.state import State, TensorSet, draft, gradients, read, readback, restore
 from ckptless.pytorch_hooks.state.objects import parts_of
 from ckptless.pytorch_hooks.state.reach import Outside
 from ckptless.pytorch_hooks.state.second_look import SecondLook
@@ -656,7 +656,7 @@ class Life:
         self.outside.look(self.look)
         payload = aligned(self.tensors.layout.nbytes)
         self.tensors.pack(payload)
-        record = capture(self.state, step, self.cursors.committed(), {}, self.tensors)
+        record = draft(self.state, step, self.cursors.committed(), {}, self.tensors).finish()
         if step == 1:
             readback.check_written(self.state, record, payload)
         self.versions[step], self.step = (step, record, payload), step

@@ -183,7 +183,7 @@ class RingNode:
 
     def _act(self, action: r.Action) -> None:
         match action:
-            case r.Make():
+            case m.RingMake():
                 self._ask(action)
             case r.FreeBatch():
                 os.close(self._memory.pop((action.stream, action.seq)))
@@ -212,7 +212,7 @@ class RingNode:
                 self._timer = loop.call_later(self._lease_s, lambda: self._do(self.ring.lease_late(lease)))
                 reader.link.send(m.RingLease(lease=lease))
 
-    def _ask(self, make: r.Make) -> None:
+    def _ask(self, make: m.RingMake) -> None:
         """Have the producer make a batch."""
         producer = self.producer
         if producer is None:
@@ -225,10 +225,7 @@ class RingNode:
             producer.kill()
             return
         producer.memory.append(memory)
-        message = m.RingMake(
-            stream=make.stream, history=make.history, seq=make.seq, base=make.base, position=make.position
-        )
-        producer.link.send(message, memory)
+        producer.link.send(make, memory)
 
     def _cancel_timer(self) -> None:
         if self._timer is not None:

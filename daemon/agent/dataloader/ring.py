@@ -8,11 +8,11 @@ each other in collectives, and one that got nothing for want of room would hold 
 """
 
 import itertools
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator
 from dataclasses import dataclass, field
 from typing import TypeAlias
 
-from ckptless.daemon.protocol.ring import AHEAD
+from ckptless.daemon.protocol.ring import AHEAD, RingMake
 
 # Batches that a producer has been asked for and has not made yet: it need not wait between two.
 JOBS = 2
@@ -62,17 +62,6 @@ class Grant:
 
 
 @dataclass(frozen=True)
-class Make:
-    """Have the producer make a batch: see `RingMake`."""
-
-    stream: int
-    history: int
-    seq: int
-    base: int
-    position: bytes
-
-
-@dataclass(frozen=True)
 class FreeBatch:
     """Give the memory of a batch back."""
 
@@ -88,7 +77,7 @@ class Note:
     text: str
 
 
-Action: TypeAlias = Give | GiveEnd | GiveUp | Grant | Make | FreeBatch | Note
+Action: TypeAlias = Give | GiveEnd | GiveUp | Grant | RingMake | FreeBatch | Note
 
 
 # ---------------------------------------------------------------------------- what a ring knows
@@ -124,7 +113,7 @@ class StreamState:
 class _Job:
     """A batch that the producer has been asked for; nobody wants it any more if it is `stale`."""
 
-    make: Make
+    make: RingMake
     stale: bool = False
 
 
@@ -135,8 +124,8 @@ class Ring:
         """`leases`: numbers that no other lease of the agent has."""
         self._window, self._budget = window, budget_nbytes
         self._leases = leases or itertools.count(1)
-        self._streams: dict[int, StreamState] = {}
-        self._marks: dict[int, Mark] = {}
+        self.streams: dict[int, StreamState] = {}
+        self.marks: dict[int, Mark] = {}
         self._open: set[int] = set()
         self._late: set[int] = set()
         self._jobs: list[_Job] = []
@@ -153,26 +142,12 @@ class Ring:
     @property
     def used_nbytes(self) -> int:
         """Bytes of all batches that are there."""
-        return sum(sum(stream.ready.values()) for stream in self._streams.values())
-
-    @property
-    def streams(self) -> Mapping[int, StreamState]:
-        """All that any reader takes."""
-        return self._streams
-
-    @property
-    def marks(self) -> Mapping[int, Mark]:
-        """The position of each reader, the dead ones included."""
-        return self._marks
+        return sum(sum(stream.ready.values()) for stream in self.streams.values())
 
     @property
     def idle(self) -> bool:
         """Whether no reader knows this ring any more, the dead ones included."""
-        return not self._marks and not self._open
-
-    def ready(self, stream: int) -> tuple[int, ...]:
-        """The batches of a stream that are there."""
-        return tuple(sorted(self._streams[stream].ready)) if stream in self._streams else ()
+        return not self.marks and not self._open
 
     def wants(self, stream: int, seq: int) -> bool | None:
         """Whether the oldest batch that was asked for is still wanted; None where it is not this one."""
@@ -191,19 +166,19 @@ class Ring:
     def seek(self, reader: int, stream: int, seq: int, position: bytes) -> list[Action]:
         """A reader wants the batches from `seq` on, which follow `position`."""
         out: list[Action] = []
-        former = self._marks.get(reader)
+        former = self.marks.get(reader)
         # One that lives and goes on to another stream has come to an epoch's end.
         again = former is not None and not (former.alive and former.stream != stream)
-        if stream not in self._streams:
+        if stream not in self.streams:
             self._histories += 1
-            self._streams[stream] = StreamState(self._histories)
-        found = self._streams[stream]
+            self.streams[stream] = StreamState(self._histories)
+        found = self.streams[stream]
         self._deaths = 0
         found.failed = None
         # Before the oldest position that is known nothing can be compared: `made` does it where they meet.
         if found.positions.setdefault(seq, position) != position:
             out += self._begin_anew(stream, 0, seq, position)
-        self._marks[reader] = Mark(stream, seq, seq, seq)
+        self.marks[reader] = Mark(stream, seq, seq, seq)
         if again:
             there = next(at for at in itertools.count(seq) if at not in found.ready) - seq
             text = f"reader {reader} goes on with batch {seq} of stream {stream}: {there} were there"
@@ -212,7 +187,7 @@ class Ring:
 
     def _begin_anew(self, number: int, first: int, seq: int, position: bytes) -> list[Action]:
         """Drop what is here from `first` on: it does not belong to `position`, which is that before `seq`."""
-        stream = self._streams[number]
+        stream = self.streams[number]
         gone = [other for other in stream.ready if other >= first]
         for other in gone:
             del stream.ready[other]
@@ -223,7 +198,7 @@ class Ring:
         stream.end = None
         for job in self._jobs:
             job.stale = job.stale or job.make.stream == number
-        for mark in self._marks.values():
+        for mark in self.marks.values():
             if mark.stream == number:
                 mark.held, mark.told = mark.held or mark.sent >= first, False
         text = f"{len(gone)} batches of stream {number}, from {first} on, are not used: others follow now"
@@ -231,7 +206,7 @@ class Ring:
 
     def took(self, reader: int, seq: int, done: int) -> list[Action]:
         """A reader has taken `seq`, and is never sent back before `done`."""
-        mark = self._marks.get(reader)
+        mark = self.marks.get(reader)
         if mark is not None:
             mark.next = max(mark.next, seq + 1)
             mark.done = max(mark.done, min(done, mark.next))
@@ -240,7 +215,7 @@ class Ring:
     def gone(self, reader: int) -> list[Action]:
         """A reader's process has ended; what it may be asked for again is kept."""
         self._open.discard(reader)
-        if (mark := self._marks.get(reader)) is not None:
+        if (mark := self.marks.get(reader)) is not None:
             mark.alive = False
         if self._granted == reader and not self._up:
             self._granted = None
@@ -249,7 +224,7 @@ class Ring:
     def forget(self, reader: int) -> list[Action]:
         """Drop what this reader holds: nobody will come back as it."""
         self._open.discard(reader)
-        self._marks.pop(reader, None)
+        self.marks.pop(reader, None)
         return self._decide()
 
     # ---------------------------------------------------------------------------------- producer
@@ -274,7 +249,7 @@ class Ring:
                 "memory, or does the data set's code end it?"
             )
             for _lead, number, seq in self._missing():
-                self._streams[number].failed = (seq, text)
+                self.streams[number].failed = (seq, text)
             out.append(Note("ring-producer", text))
         return out + self._decide()
 
@@ -288,7 +263,7 @@ class Ring:
     def made(self, stream: int, seq: int, nbytes: int, position: bytes) -> list[Action]:
         """The oldest batch that was asked for is there, verified; `wants` it was true."""
         self._finish(stream, seq)
-        found, out = self._streams[stream], []
+        found, out = self.streams[stream], []
         found.ready[seq] = nbytes
         self._deaths = 0
         self._largest = max(self._largest, nbytes)
@@ -304,14 +279,14 @@ class Ring:
     def at_end(self, stream: int, seq: int) -> list[Action]:
         """Answer the oldest batch that was asked for: there is none."""
         self._finish(stream, seq)
-        self._streams[stream].end = seq
+        self.streams[stream].end = seq
         self._skip_rest(stream)
         return self._decide()
 
     def failed(self, stream: int, seq: int, text: str) -> list[Action]:
         """Answer the oldest batch that was asked for: it cannot be made."""
         self._finish(stream, seq)
-        self._streams[stream].failed = (seq, text)
+        self.streams[stream].failed = (seq, text)
         self._skip_rest(stream)
         return self._decide()
 
@@ -335,22 +310,22 @@ class Ring:
 
     def _free(self) -> Iterator[Action]:
         """Free the batches that no reader can be sent back to."""
-        for number, stream in list(self._streams.items()):
-            marks = [mark for mark in self._marks.values() if mark.stream == number]
+        for number, stream in list(self.streams.items()):
+            marks = [mark for mark in self.marks.values() if mark.stream == number]
             floor = min((mark.done for mark in marks), default=None)
             for seq in [seq for seq in stream.ready if floor is None or seq < floor]:
                 del stream.ready[seq]
                 yield FreeBatch(number, seq)
             if floor is None:
-                del self._streams[number]
+                del self.streams[number]
                 for job in self._jobs:
                     job.stale = job.stale or job.make.stream == number
             else:
                 stream.positions = {seq: at for seq, at in stream.positions.items() if seq >= floor}
 
     def _give(self) -> Iterator[Action]:
-        for reader, mark in self._marks.items():
-            stream = self._streams[mark.stream]
+        for reader, mark in self.marks.items():
+            stream = self.streams[mark.stream]
             if mark.held:
                 if mark.alive and not mark.told:
                     mark.told = True
@@ -374,11 +349,11 @@ class Ring:
         It is taken back from one that does not wait when another one does: that could be whom the first one
         waits for in a collective, and so would not come to take its next batch.
         """
-        able = {reader for reader, mark in self._marks.items() if mark.alive and reader in self._open}
+        able = {reader for reader, mark in self.marks.items() if mark.alive and reader in self._open}
         if self._up or not able or next(self._missing(), None) is None:
             return
         # One that waits for a batch acts on it at once, the others when they take their next one.
-        waiting = {reader for reader in able if self._marks[reader].sent <= self._marks[reader].next}
+        waiting = {reader for reader in able if self.marks[reader].sent <= self.marks[reader].next}
         if self._granted is not None and (self._granted in waiting or not waiting - self._late):
             return
         if able <= self._late:
@@ -390,10 +365,10 @@ class Ring:
     def _missing(self) -> Iterator[tuple[int, int, int]]:
         """Return the first batch that each reader's window will lack: (how far ahead, stream, it)."""
         asked = {(job.make.stream, job.make.seq) for job in self._jobs if not job.stale}
-        for mark in self._marks.values():
+        for mark in self.marks.values():
             if not mark.alive or mark.held:
                 continue
-            stream, seq = self._streams[mark.stream], mark.next
+            stream, seq = self.streams[mark.stream], mark.next
             while seq in stream.ready or (mark.stream, seq) in asked:
                 seq += 1
             over = stream.end is not None and seq >= stream.end
@@ -401,7 +376,7 @@ class Ring:
             if not over and not broken and seq < mark.next + self._window:
                 yield seq - mark.next, mark.stream, seq
 
-    def _next_job(self, out: list[Action]) -> Make | None:
+    def _next_job(self, out: list[Action]) -> RingMake | None:
         found = min(self._missing(), default=None)
         if found is None:
             return None
@@ -418,9 +393,11 @@ class Ring:
             )
             out.append(Note("ring-over-budget", text))
         self._over = self._over or over
-        stream = self._streams[number]
+        stream = self.streams[number]
         base = max(at for at in stream.positions if at <= seq)
-        return Make(number, stream.history, seq, base, stream.positions[base])
+        return RingMake(
+            stream=number, history=stream.history, seq=seq, base=base, position=stream.positions[base]
+        )
 
     # ------------------------------------------------------------------------------------- room
 
@@ -430,17 +407,17 @@ class Ring:
         while self.used_nbytes + expected > self._budget:
             kept = [
                 (seq, number)
-                for number, stream in self._streams.items()
+                for number, stream in self.streams.items()
                 for seq in stream.ready
                 if not self._is_ahead(number, seq)
             ]
-            if sum(self._streams[number].ready[seq] for seq, number in kept) <= spared or not kept:
+            if sum(self.streams[number].ready[seq] for seq, number in kept) <= spared or not kept:
                 return
             seq, number = max(kept)
-            del self._streams[number].ready[seq]
+            del self.streams[number].ready[seq]
             yield FreeBatch(number, seq)
 
     def _is_ahead(self, stream: int, seq: int) -> bool:
         """Whether a living reader has it still before it."""
-        marks = (mark for mark in self._marks.values() if mark.alive and not mark.held)
+        marks = (mark for mark in self.marks.values() if mark.alive and not mark.held)
         return any(mark.stream == stream and mark.next <= seq for mark in marks)

@@ -23,7 +23,7 @@ async def refuse(link: Peer, generation: int, patience_s: float) -> None:
 
     If this end did, while something is unread, the kernel might not deliver the message.
     """
-    link.allow(LIMIT)
+    link.limit = LIMIT
     link.send(p.StoreStale(generation=generation))
     with contextlib.suppress(ConnectionError, TimeoutError):
         async with asyncio.timeout(patience_s):
@@ -78,7 +78,7 @@ class Connection(Generic[Heard]):
         """
         loop = asyncio.get_running_loop()
         self._link, self._heard_at = link, loop.time()
-        link.allow(LIMIT)
+        link.limit = LIMIT
         self._flush()
         watch = asyncio.create_task(self._watch(link))
         try:

@@ -1,7 +1,6 @@
 """The store as a node's own ranks see it: torch's clients connect here, as they would to torch's server."""
 
 import asyncio
-import ipaddress
 import logging
 import socket
 from collections import deque
@@ -17,7 +16,7 @@ from ckptless.daemon.agent.kvstore.sock_owner import Endpoint
 from ckptless.daemon.agent.kvstore.state import StoreState
 from ckptless.daemon.agent.kvstore.wire import Refusal
 from ckptless.daemon.agent.nccl.ids import NcclIds
-from ckptless.daemon.protocol.errors import ProtocolError, UsageError
+from ckptless.daemon.protocol.errors import ProtocolError
 from ckptless.daemon.transport.listener import serve
 
 logger = logging.getLogger(__name__)
@@ -48,16 +47,11 @@ class StoreServer:
         self.requests = 0
         self._proxy, self._rounds = alone(), StoreState()
         self._ids: NcclIds | None = None
-        self._clients: set[_Client] = set()
+        self.clients: set[_Client] = set()
         self._server: asyncio.Server | None = None
 
     async def start(self, host: str) -> int:
         """Listen at `host`, one numeric address, and return the port (the system chooses it)."""
-        try:
-            ipaddress.ip_address(host)
-        except ValueError as error:
-            # A name may stand for several addresses, which would get a port each.
-            raise UsageError(f"the store listens at a numeric address, not at {host!r}") from error
         if self._server is not None:
             raise RuntimeError("the store is started already")
         self._server, port = await serve(host, self._make_client)
@@ -71,7 +65,7 @@ class StoreServer:
         computed, else they are keys as any others.
         """
         self._proxy, self._ids, self._rounds = proxy or alone(), ids, StoreState()
-        return sum(client.hang_up() for client in self._clients)
+        return sum(client.hang_up() for client in self.clients)
 
     async def close(self) -> None:
         """Stop listening and hang up on every client. Harmless when not started or closed already."""
@@ -79,9 +73,9 @@ class StoreServer:
             return
         self._server.close()
         self.cut()
-        if self._clients:
+        if self.clients:
             # no deadline: they have been hung up on
-            await asyncio.wait([client.lost for client in self._clients])
+            await asyncio.wait([client.lost for client in self.clients])
         await self._server.wait_closed()
         self._server = None
 
@@ -89,11 +83,6 @@ class StoreServer:
         # Only this node's: a root's own rank is here for the whole generation.
         ids = ClientIds(self._ids, self._rounds) if self._ids is not None else None
         return _Client(self._proxy, ids, self)
-
-    @property
-    def clients(self) -> "set[_Client]":
-        """The clients that are connected."""
-        return self._clients
 
 
 class _Client(asyncio.Protocol):

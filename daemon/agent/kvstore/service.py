@@ -14,6 +14,7 @@ from ckptless.daemon.agent.nccl.ids import NcclIds
 from ckptless.daemon.protocol.errors import CkptlessError, ProtocolError
 from ckptless.daemon.protocol.messages import Assignment, NodeInfo
 from ckptless.daemon.protocol.peers import messages as p
+from ckptless.daemon.transport.tasks import Tasks, end_all
 
 # Numeric, and one that every resolver knows: torch looks the name of its store up each time it connects.
 ADDRESS = "127.0.0.1"
@@ -48,7 +49,7 @@ class StoreService:
         # Where it is not.
         self.way: Connection[wire.FromHome] | None = None
         self._task: asyncio.Task[None] | None = None
-        self._tasks: set[asyncio.Task[None]] = set()
+        self._tasks = Tasks()
         self.handshakes = 0
 
     async def start(self, on_event: Callable[[str, str], None]) -> tuple[str, int]:
@@ -144,9 +145,7 @@ class StoreService:
             proxy.heard, lambda: proxy.expects, wire.FROM_HOME, self._silence_s
         )
         self.way = way
-        self._task = asyncio.create_task(self._use_home(info, proxy, way))
-        self._tasks.add(self._task)
-        self._task.add_done_callback(self._tasks.discard)
+        self._task = self._tasks.spawn(self._use_home(info, proxy, way))
         return proxy
 
     async def _use_home(self, info: NodeInfo, proxy: Proxy, way: "Connection[wire.FromHome]") -> None:
@@ -186,6 +185,4 @@ class StoreService:
     async def close(self) -> None:
         """Hang up on everybody."""
         await self.server.close()
-        for task in list(self._tasks):
-            task.cancel()
-        await asyncio.gather(*self._tasks, return_exceptions=True)
+        await end_all(self._tasks)

@@ -84,10 +84,6 @@ class StoreState:
         """Return the value, empty if there is none."""
         return self.find(key) or b""
 
-    def multi_get(self, keys: Iterable[bytes]) -> list[bytes]:
-        """Return what `get` returns for each key."""
-        return [self.get(key) for key in keys]
-
     def add(self, key: bytes, amount: int) -> int:
         """Add to the decimal number under `key` (none: 0), and return the sum.
 

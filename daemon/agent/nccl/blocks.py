@@ -10,10 +10,3 @@ def block(root: int, ranks: int, roots: int) -> range:
     size, larger = divmod(ranks, roots)
     start = root * size + min(root, larger)
     return range(start, start + size + (root < larger))
-
-
-def root_of(rank: int, ranks: int, roots: int) -> int:
-    """The root whose block a rank is in."""
-    size, larger = divmod(ranks, roots)
-    in_larger = larger * (size + 1)
-    return rank // (size + 1) if rank < in_larger else larger + (rank - in_larger) // size

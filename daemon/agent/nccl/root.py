@@ -85,11 +85,6 @@ class Roots:
         self._generation = 0
         self._kept = 0
 
-    @property
-    def kept(self) -> int:
-        """The number of check-ins that are kept."""
-        return self._kept
-
     def check_in(self, magic: int, generation: int, message: CheckIn, now: float) -> list[Answer]:
         """Take what a rank says; return who can be answered now. Raises ProtocolError and changes nothing."""
         if generation < self._generation:

@@ -1,7 +1,6 @@
 """The edge of an agent's NCCL roots: one listening port, to which the ranks of any communicator come."""
 
 import asyncio
-import ipaddress
 import logging
 from collections.abc import Callable
 
@@ -15,8 +14,9 @@ from ckptless.daemon.agent.nccl.wire import (
     decode_opening,
     encode_message,
 )
-from ckptless.daemon.protocol.errors import ProtocolError, UsageError
+from ckptless.daemon.protocol.errors import ProtocolError
 from ckptless.daemon.transport.listener import serve
+from ckptless.daemon.transport.tasks import end_all
 
 logger = logging.getLogger(__name__)
 
@@ -62,10 +62,6 @@ class NcclServer:
 
     async def start(self, host: str) -> int:
         """Listen at `host`, one numeric address, and return the port. Raises OSError, UsageError."""
-        try:
-            ipaddress.ip_address(host)
-        except ValueError as error:
-            raise UsageError(f"NCCL's roots listen at a numeric address, not at {host!r}") from error
         self._server, port = await serve(
             host, lambda: asyncio.StreamReaderProtocol(asyncio.StreamReader(READ_NBYTES), self._connected)
         )
@@ -93,10 +89,7 @@ class NcclServer:
         server.close()
         if self._timer is not None:
             self._timer.cancel()
-        tasks = [*self._ranks, *self._answers]
-        for task in tasks:
-            task.cancel()
-        await asyncio.gather(*tasks, return_exceptions=True)
+        await end_all([*self._ranks, *self._answers])
         await server.wait_closed()
 
     # -------------------------------------------------------------------------------------- ranks

@@ -119,16 +119,6 @@ def encode_id(unique_id: UniqueId) -> bytes:
     return handle.ljust(ID_NBYTES, b"\0")
 
 
-def decode_id(data: bytes) -> UniqueId:
-    """Raises ProtocolError for what `encode_id` does not make."""
-    if len(data) != ID_NBYTES:
-        raise ProtocolError(f"a unique id of {len(data)} bytes")
-    (magic,) = struct.unpack_from("<Q", data)
-    if any(data[8 + SOCKADDR_NBYTES :]):
-        raise ProtocolError("a unique id with something behind its address")
-    return UniqueId(magic, decode_address(data[8 : 8 + SOCKADDR_NBYTES]))
-
-
 # -------------------------------------------------------------------------------------- messages
 
 
@@ -157,14 +147,6 @@ def decode_check_in(data: bytes) -> CheckIn:
     next_at = layout.listen_at + SOCKADDR_NBYTES
     listen = decode_address(data[layout.listen_at : next_at])
     return CheckIn(rank, ranks, root, roots, offset, listen, data[next_at:])
-
-
-def encode_check_in(check_in: CheckIn, nbytes: int) -> bytes:
-    """Return the bytes that a rank sends after its opening, in the layout of that length."""
-    layout = LAYOUTS[nbytes]
-    ints = (check_in.rank, check_in.ranks, check_in.root, check_in.roots, check_in.offset)
-    head = layout.ints.pack(*ints[: layout.ints.size // 4])
-    return head + encode_address(check_in.listen) + check_in.connect.ljust(layout.next_nbytes, b"\0")
 
 
 def encode_message(magic: int, payload: bytes) -> bytes:

@@ -266,7 +266,7 @@ class Zygote:
 
     def __init__(self, on_event: OnEvent) -> None:
         self._on_event = on_event
-        self._preload: tuple[str, ...] = ()
+        self.preload: tuple[str, ...] = ()
         self._env: dict[str, str] = {}
         self._deadline_s = 0.0
         self._link: ZygoteLink | None = None
@@ -296,15 +296,10 @@ class Zygote:
         once more, as long, without them.
         """
         set_child_subreaper()
-        self._preload, self._env, self._deadline_s = tuple(preload), dict(env), deadline_s
+        self.preload, self._env, self._deadline_s = tuple(preload), dict(env), deadline_s
         async with self._starting:
             await self.close()
             await self._start(own)
-
-    @property
-    def preload(self) -> tuple[str, ...]:
-        """Return the modules that it has imported, or will have."""
-        return self._preload
 
     async def spawn(
         self, spec: SpawnSpec, stdout: int, stderr: int | None = None, deadline_s: float = SPAWN_DEADLINE_S
@@ -377,14 +372,14 @@ class Zygote:
         try:
             await self._begin(own)
         except (UsageError, PeerError) as error:
-            if ADAPTERS.isdisjoint(self._preload):
+            if ADAPTERS.isdisjoint(self.preload):
                 raise
             self._on_event("zygote-warning", f"{error}: now each process imports its framework by itself")
-            self._preload = tuple(name for name in self._preload if name not in ADAPTERS)
+            self.preload = tuple(name for name in self.preload if name not in ADAPTERS)
             await self._begin()
 
     async def _begin(self, own: tuple[int, int] | None = None) -> None:
-        pid, sock = _launch(self._preload, self._env) if own is None else _inherited(*own)
+        pid, sock = _launch(self.preload, self._env) if own is None else _inherited(*own)
         link = ZygoteLink(pid, sock, self._on_event)
         try:
             async with asyncio.timeout(self._deadline_s):
@@ -394,7 +389,7 @@ class Zygote:
                 raise UsageError(reply.error)
         except TimeoutError as error:
             await link.discard()
-            modules = ", ".join(self._preload)
+            modules = ", ".join(self.preload)
             raise PeerError(
                 f"the zygote was not ready in {self._deadline_s:g} s (imports: {modules})"
             ) from error

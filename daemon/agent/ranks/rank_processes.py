@@ -9,10 +9,9 @@ import logging
 import os
 import re
 import signal
-from collections.abc import Callable, Coroutine
+from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
 
 from msgspec.structs import replace
 
@@ -36,6 +35,7 @@ from ckptless.daemon.agent.ranks.standing import LOOK_S, Page, Standing, place, 
 from ckptless.daemon.protocol import messages as m
 from ckptless.daemon.protocol.errors import CkptlessError
 from ckptless.daemon.settings.agent_config import AgentConfig
+from ckptless.daemon.transport.tasks import Tasks, end_all
 
 logger = logging.getLogger(__name__)
 
@@ -76,9 +76,9 @@ class RankProcesses:
         self._starts = [0] * config.spec.slots_per_node
         self._early: dict[int, RankLink] = {}
         self._standing = Standing(config.spec.limits.stall_s)
-        self._tasks: set[asyncio.Task[None]] = set()
+        self._tasks = Tasks()
         # One for each process, until it is dead and all that it has printed is written.
-        self._ends: set[asyncio.Task[None]] = set()
+        self._ends = Tasks()
         self._resume = config.save.resume if config.save is not None else ""
         # Those of which a rank's end was told, and those before.
         self._oom_kills = oom_kills()
@@ -88,13 +88,8 @@ class RankProcesses:
 
     def watch(self) -> None:
         """Begin to ask the processes whether they live, and to look whether they get on."""
-        self._spawn_task(self._ping(), self._tasks)
-        self._spawn_task(self._look(), self._tasks)
-
-    def _spawn_task(self, work: Coroutine[Any, Any, None], into: set[asyncio.Task[None]]) -> None:
-        task = asyncio.create_task(work)
-        into.add(task)
-        task.add_done_callback(into.discard)
+        self._tasks.spawn(self._ping())
+        self._tasks.spawn(self._look())
 
     # ------------------------------------------------------------------------------------- start
 
@@ -105,7 +100,7 @@ class RankProcesses:
 
     def start(self, order: StartProcess) -> None:
         """Fork a process; the core is told when it is there, or why it is not."""
-        self._spawn_task(self._start(order, self._starts[order.slot]), self._tasks)
+        self._tasks.spawn(self._start(order, self._starts[order.slot]))
         self._starts[order.slot] += 1
 
     async def _start(self, order: StartProcess, restarts: int) -> None:
@@ -146,7 +141,7 @@ class RankProcesses:
         one = self._running[order.birth] = RankProcess(
             order.birth, order.slot, process, printed, spec.scratch
         )
-        self._spawn_task(self._wait(one), self._ends)
+        self._ends.spawn(self._wait(one))
         self._core.born(order.slot, order.birth, process.pid, asyncio.get_running_loop().time())
         if (link := self._early.pop(process.pid, None)) is not None:
             self._welcome(one, link)
@@ -260,7 +255,7 @@ class RankProcesses:
         if one is None:
             return
         if hung and one.page is not None and one.page.watched.at is None:
-            self._spawn_task(self._kill_hung(one, one.page), self._tasks)
+            self._tasks.spawn(self._kill_hung(one, one.page))
         else:
             one.process.kill()
 
@@ -334,9 +329,7 @@ class RankProcesses:
                 self.on_event("unkillable", f"processes outlive SIGKILL by {KILL_DEADLINE_S:g} s")
         if self._ends:
             await asyncio.wait(self._ends, timeout=2 * OUTPUT_DEADLINE_S)
-        for task in [*self._tasks, *self._ends]:
-            task.cancel()
-        await asyncio.gather(*self._tasks, *self._ends, return_exceptions=True)
+        await end_all([*self._tasks, *self._ends])
         self._scratch.close()
 
 

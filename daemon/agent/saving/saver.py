@@ -26,6 +26,7 @@ from ckptless.daemon.protocol.codec import check_protocol
 from ckptless.daemon.protocol.errors import CkptlessError, PeerError, ProtocolError
 from ckptless.daemon.protocol.messages import Assignment, TensorsAt
 from ckptless.daemon.settings.agent_config import AgentConfig
+from ckptless.daemon.transport.tasks import Tasks
 
 logger = logging.getLogger(__name__)
 
@@ -73,7 +74,7 @@ class Saver:
         # Of this run alone: a folder that an earlier one of the same name left is not this one's.
         self.tag = ""
         self._paced: deque[tuple[int, float]] = deque(maxlen=PACED_STEPS)
-        self._tasks: set[asyncio.Task[None]] = set()
+        self._tasks = Tasks()
         self.failed: dict[int, str] = {}
         # What could not be removed, as long as that is so: it is told of once.
         self._left = ""
@@ -126,7 +127,7 @@ class Saver:
         self._begun.add(key)
         nodes = save_plan.nodes_of(self._assignment)
         part = self._part(task, f"{self._assignment.generation}", nodes, SAVE_DEADLINE_S)
-        self._spawn(self._save_aside(task, part, self._hold(task)))
+        self._tasks.spawn(self._save_aside(task, part, self._hold(task)))
 
     def _own_part(self, step: int) -> save_plan.Task | None:
         """Return what this node writes of a step, once all of that is committed."""
@@ -293,11 +294,6 @@ class Saver:
         if isinstance(message, w.WriterHello):
             check_protocol(message.protocol, "the writer")
         self._said.put_nowait((link, message))
-
-    def _spawn(self, work: Coroutine[Any, Any, None]) -> None:
-        task = asyncio.create_task(work)
-        self._tasks.add(task)
-        task.add_done_callback(self._tasks.discard)
 
     async def settle(self, deadline_s: float) -> None:
         """Wait for what is being written, at most so long; then it is given up."""

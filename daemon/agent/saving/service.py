@@ -19,6 +19,7 @@ from ckptless.daemon.protocol.messages import Assignment, NodeInfo
 from ckptless.daemon.protocol.peers.messages import SaveAsk, SaveReply
 from ckptless.daemon.protocol.saving import Saved, SaveDone, SaveNow
 from ckptless.daemon.settings.agent_config import AgentConfig
+from ckptless.daemon.transport.tasks import Tasks
 
 logger = logging.getLogger(__name__)
 
@@ -37,7 +38,7 @@ class SaveService:
         self._agent, self._store, self._replicas = config, store, replicas
         self._assignment: Assignment | None = None
         self._ending = False
-        self._tasks: set[asyncio.Task[None]] = set()
+        self._tasks = Tasks()
         replicas.serving.on_save_ask = self._asked
 
     def learn_key(self, key: bytes) -> None:
@@ -92,9 +93,7 @@ class SaveService:
         async def do() -> None:
             answer(SaveDone(number=order.number, answer=await self.save_now(order)))
 
-        task = asyncio.create_task(do())
-        self._tasks.add(task)
-        task.add_done_callback(self._tasks.discard)
+        self._tasks.spawn(do())
 
     async def save_now(self, order: SaveNow) -> Saved:
         """Have all nodes save one step, and wait until it is there, or the deadline is over."""

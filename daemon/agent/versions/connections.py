@@ -13,6 +13,7 @@ from ckptless.daemon.protocol.messages import NodeInfo
 from ckptless.daemon.protocol.peers import messages as p
 from ckptless.daemon.transport.bulk import SendRate
 from ckptless.daemon.transport.link import Link
+from ckptless.daemon.transport.tasks import end_all
 
 # So long a holder is waited for that says nothing; one that takes its time says so every few seconds.
 ANSWER_DEADLINE_S = 15.0
@@ -167,8 +168,7 @@ class TensorConnection(Connection):
                 await giving  # it was the one that ended it: what it says is the reason
             raise
         finally:
-            giving.cancel()
-            await asyncio.gather(giving, return_exceptions=True)
+            await end_all([giving])
 
     async def _give_all(self, link: Peer) -> None:
         while True:

@@ -13,9 +13,10 @@ from ckptless.daemon.agent.versions.store import Incoming, VersionStore
 from ckptless.daemon.agent.versions.ways import Way, Ways
 from ckptless.daemon.protocol import version
 from ckptless.daemon.protocol.errors import CkptlessError, PeerError
-from ckptless.daemon.protocol.messages import NodeInfo, TensorsAt
+from ckptless.daemon.protocol.messages import NodeInfo
 from ckptless.daemon.protocol.peers import messages as p
 from ckptless.daemon.transport.bulk import PATIENCE_S
+from ckptless.daemon.transport.tasks import end_all
 
 # How often whoever has nothing to do looks for one that is slow.
 LOOK_S = 0.25
@@ -63,7 +64,7 @@ class TensorsFetch:
         ways = [way for info in infos for way in self._ways.to(info)]
         with contextlib.ExitStack() as room:
             await self._draw_over(ways, lambda header: room.enter_context(store.incoming(header)))
-            store.put_tensors(self._shard, self._step, self._finish())
+            store.put_tensors(self._shard, self._step, self._check_complete().place.finish())
 
     async def fill(self, ways: Sequence[Way], place: Incoming, spans: Sequence[tuple[int, int]]) -> None:
         """Fetch these parts of the payload of a version whose header is known. Raises PeerError, OSError."""
@@ -80,9 +81,7 @@ class TensorsFetch:
         try:
             await self._until_complete(set(tasks))
         finally:
-            for task in tasks:
-                task.cancel()
-            await asyncio.gather(*tasks, return_exceptions=True)
+            await end_all(tasks)
 
     async def _until_complete(self, tasks: set[asyncio.Task[None]]) -> None:
         while tasks and not (self._coming is not None and self._coming.shares.complete):
@@ -90,9 +89,6 @@ class TensorsFetch:
             done, tasks = await asyncio.wait(tasks, return_when=asyncio.FIRST_COMPLETED)
             for task in done:
                 task.result()  # what is no fault of a source is raised here
-
-    def _finish(self) -> TensorsAt:
-        return self._check_complete().place.finish()
 
     def _check_complete(self) -> _Coming:
         """Raises PeerError where something is missing."""

@@ -15,6 +15,7 @@ from ckptless.daemon.protocol.errors import BadVersionError, PeerError
 from ckptless.daemon.protocol.messages import NodeInfo
 from ckptless.daemon.protocol.peers import messages as p
 from ckptless.daemon.transport.bulk import PATIENCE_S
+from ckptless.daemon.transport.tasks import end_all
 
 
 class FormerState:
@@ -122,9 +123,7 @@ class FormerState:
 
     async def close(self) -> None:
         """Stop what is under way."""
-        for task in self._records.values():
-            task.cancel()
-        await asyncio.gather(*self._records.values(), return_exceptions=True)
+        await end_all(self._records.values())
 
 
 @contextmanager

@@ -26,6 +26,7 @@ from ckptless.daemon.transport.bulk import SendRate
 from ckptless.daemon.transport.credentials import KeyCredentials
 from ckptless.daemon.transport.link import Link, Route
 from ckptless.daemon.transport.listener import Listener
+from ckptless.daemon.transport.tasks import Tasks, end_all
 
 DIAL_DEADLINE_S = 3.0
 T = TypeVar("T")
@@ -59,7 +60,7 @@ class Replicas:
         self.integrity = self.serving.integrity
         self._small: dict[int, SmallConnection] = {}
         self._tensors: dict[int, TensorConnection] = {}
-        self._tasks: set[asyncio.Task[None]] = set()
+        self._tasks = Tasks()
         # Each with the way that it is over.
         self._over: dict[int, Way] = {}
         self._listeners: list[Listener] = []
@@ -85,12 +86,7 @@ class Replicas:
         if self.credentials is None:
             writer.close()
         else:
-            self._spawn(self.serving.serve((reader, writer), self.credentials))
-
-    def _spawn(self, work: Coroutine[Any, Any, None]) -> None:
-        task = asyncio.create_task(work)
-        self._tasks.add(task)
-        task.add_done_callback(self._tasks.discard)
+            self._tasks.spawn(self.serving.serve((reader, writer), self.credentials))
 
     def follow(self, assignment: Assignment) -> None:
         """A new generation: other holders, and nothing of the old one is waited for.
@@ -104,14 +100,10 @@ class Replicas:
             holder.forget()
         self._ways.forget()
         self.core.follow(assignment)
-        self._spawn(self.serving.follow(assignment.generation))
+        self._tasks.spawn(self.serving.follow(assignment.generation))
 
     def _connections(self) -> tuple[dict[int, Any], ...]:
         return self._small, self._tensors
-
-    def release(self) -> None:
-        """Training is over: nobody has to hold anything any more, and may hang up."""
-        self.core.release()
 
     # --------------------------------------------------------------------------------- replicate
 
@@ -177,7 +169,7 @@ class Replicas:
         known = self._small.get(info.node)
         if known is None:
             known = self._small[info.node] = SmallConnection(info, self._answered, self._lost)
-            self._spawn(known.run(self._dial_as_others))
+            self._tasks.spawn(known.run(self._dial_as_others))
         return known
 
     def _tensor_connection(self, info: NodeInfo) -> TensorConnection:
@@ -186,7 +178,7 @@ class Replicas:
             known = self._tensors[info.node] = TensorConnection(
                 info, self._tensors_held, self._lost, self._is_sound, self._pace
             )
-            self._spawn(known.run(self._dial_as_others))
+            self._tasks.spawn(known.run(self._dial_as_others))
         return known
 
     async def _dial_as_others(self, info: NodeInfo) -> Peer:
@@ -315,9 +307,7 @@ class Replicas:
             await listener.close()
         for holder in [*self._small.values(), *self._tensors.values()]:
             holder.close()
-        for task in list(self._tasks):
-            task.cancel()
-        await asyncio.gather(*self._tasks, return_exceptions=True)
+        await end_all(self._tasks)
         # What they were waiting for goes on without them, up to here.
         await self._ways.close()
 

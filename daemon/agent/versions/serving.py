@@ -101,7 +101,7 @@ class Serving:
         self._me, self._origin, self._store, self._pace, self._core = node, origin, store, pace, core
         self._ways = ways
         self.integrity = IntegrityCheck(origin, store)
-        self.spans = SoundSpans(origin, store, self._tell)
+        self.spans = SoundSpans(origin, store, lambda kind, text: self.on_event(kind, text))
         self._followed = asyncio.Condition()
         # The transfer locks, by digest: the same version is not taken from two nodes at once.
         self._transfers: WeakValueDictionary[str, asyncio.Lock] = WeakValueDictionary()
@@ -110,9 +110,6 @@ class Serving:
         self.on_compare: Callable[[Peer, p.CompareTwins], None] = lambda _link, _message: None
         self.on_save_ask: Callable[[p.SaveAsk], p.SaveReply] = lambda _ask: p.SaveReply(newest=None)
         self.on_store: Callable[[Peer, p.StoreJoin], Awaitable[None]] = _no_store
-
-    def _tell(self, kind: str, text: str) -> None:
-        self.on_event(kind, text)
 
     def follow(self, generation: int) -> Coroutine[Any, Any, None]:
         """A new generation: what has come for it too early may be taken now. To be awaited soon."""

@@ -114,13 +114,9 @@ class Shares:
             return None
         rate = me.nbytes / me.busy_s
         for source, known in self._sources.items():
-            owed = _first(known.asked.items())
+            owed = next(iter(known.asked.items()), None)
             if source != idle and owed is not None:
                 piece, since = owed
                 if now - max(since, known.gave) > SLOW_S + SLOW_TIMES * piece.nbytes / rate:
                     return source
         return None
-
-
-def _first(items: Iterable[tuple[Piece, float]]) -> tuple[Piece, float] | None:
-    return next(iter(items), None)

@@ -18,6 +18,7 @@ from ckptless.daemon.agent.versions.store import HeldRecord, Version, VersionSto
 from ckptless.daemon.agent.versions.twins import AgentTwins
 from ckptless.daemon.protocol import messages as m
 from ckptless.daemon.protocol.errors import BadVersionError, CkptlessError, PeerError, ProtocolError
+from ckptless.daemon.transport.tasks import Tasks, end_all
 
 logger = logging.getLogger(__name__)
 
@@ -44,7 +45,7 @@ class StateService:
         self.sizes: tuple[int, ...] = ()
         self._assignment: m.Assignment | None = None
         self._fetches: dict[tuple[str, int], asyncio.Task[None]] = {}
-        self._tasks: set[asyncio.Task[None]] = set()
+        self._tasks = Tasks()
         self._cache_key = b""
         # Slots that have made a step in this generation.
         self._moved: set[int] = set()
@@ -127,9 +128,7 @@ class StateService:
     def _answer(
         self, work: Coroutine[Any, Any, None], link: RankLink, failed: Callable[[str], m.ToRank]
     ) -> None:
-        task = asyncio.create_task(work)
-        self._tasks.add(task)
-        task.add_done_callback(lambda done: self._given(done, link, failed))
+        self._tasks.spawn(work).add_done_callback(lambda done: self._given(done, link, failed))
 
     def _share(self, slot: Slot, link: RankLink, message: m.Twins) -> None:
         """Have the first of the twins on this node to come write for all of them."""
@@ -309,7 +308,6 @@ class StateService:
 
     def _given(self, done: asyncio.Task[None], link: RankLink, failed: Callable[[str], m.ToRank]) -> None:
         """Answer a rank also where this agent has failed: it waits for nothing else."""
-        self._tasks.discard(done)
         if not done.cancelled() and (error := done.exception()) is not None:
             logger.error("state could not be given", exc_info=error)
             link.send(failed(f"its agent failed: {type(error).__name__}: {error}"))
@@ -324,7 +322,4 @@ class StateService:
     async def close(self) -> None:
         """Stop what is under way."""
         await self._former.close()
-        tasks = [*self._fetches.values(), *self._tasks]
-        for task in tasks:
-            task.cancel()
-        await asyncio.gather(*tasks, return_exceptions=True)
+        await end_all([*self._fetches.values(), *self._tasks])

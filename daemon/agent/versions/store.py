@@ -157,10 +157,7 @@ class VersionStore:
 
     def of(self, cut: int) -> "VersionStore | None":
         """Return what is held of a cut, if anything can be."""
-        return self if cut == self.cut else self.former if self._has_former(cut) else None
-
-    def _has_former(self, cut: int) -> bool:
-        return self.former is not None and self.former.cut == cut
+        return next((one for one in (self, self.former) if one is not None and one.cut == cut), None)
 
     def follow(self, assignment: Assignment, node: int) -> None:
         """Begin a generation: keep what it goes on from, and of what is newer, or another cut, nothing."""

@@ -4,13 +4,11 @@ from collections.abc import Callable, Collection
 
 from msgspec.structs import replace
 
-from ckptless.daemon.agent.versions.connections import Peer
 from ckptless.daemon.agent.versions.replicas import Replicas
 from ckptless.daemon.agent.versions.store import VersionStore, header_of
 from ckptless.daemon.agent.versions.twin_check import TwinCheck
 from ckptless.daemon.protocol.errors import BadVersionError
 from ckptless.daemon.protocol.messages import Holdings
-from ckptless.daemon.protocol.peers import messages as p
 from ckptless.daemon.settings.options import TwinsMode
 
 
@@ -20,7 +18,7 @@ class AgentTwins:
     def __init__(self, node: int, mode: TwinsMode, store: VersionStore, replicas: Replicas) -> None:
         self.check = TwinCheck(node, mode, send=replicas.compare)
         replicas.on_compared, replicas.on_unreachable = self.check.answered, self.check.lost
-        replicas.serving.on_compare = self._asked
+        replicas.serving.on_compare = lambda link, message: self.check.asked(message, link.send)
         self._store = store
 
     def committed(
@@ -47,6 +45,3 @@ class AgentTwins:
         except BadVersionError:
             return -1, ""  # whoever uses it finds out, and drops it
         return header.rank, header.twins
-
-    def _asked(self, link: Peer, message: p.CompareTwins) -> None:
-        self.check.asked(message, link.send)

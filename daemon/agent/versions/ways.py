@@ -8,6 +8,7 @@ from ckptless.daemon.agent.versions.connections import Peer, is_silence
 from ckptless.daemon.protocol.errors import CkptlessError
 from ckptless.daemon.protocol.messages import NodeInfo
 from ckptless.daemon.transport.link import Route
+from ckptless.daemon.transport.tasks import end_all
 
 
 class Way(NamedTuple):
@@ -93,9 +94,7 @@ class Ways:
 
     async def close(self) -> None:
         """Connect no more."""
-        for task in list(self._dialling):
-            task.cancel()
-        await asyncio.gather(*self._dialling, return_exceptions=True)
+        await end_all(self._dialling)
 
 
 def _close(dialled: "asyncio.Task[Peer]") -> None:

@@ -9,7 +9,11 @@ from typing import Any
 import click
 import msgspec
 
+from ckptless.daemon.protocol.limits import one_line
+
 SCHEMA = 1
+# A job's words must not drive a terminal.
+harmless = one_line
 
 _PLAIN_WIDTH = 10_000  # a pipe has no right edge: never fold a line
 
@@ -39,11 +43,6 @@ def show_table(
     width = None if terminal else _PLAIN_WIDTH
     console.Console(file=page, force_terminal=terminal, width=width, highlight=False).print(grid)
     click.echo("\n".join(line.rstrip() for line in page.getvalue().splitlines()))
-
-
-def harmless(text: str) -> str:
-    """Return it on one line, without control characters: a job's words must not drive a terminal."""
-    return "".join(c if c.isprintable() else c.encode("unicode_escape").decode() for c in text)
 
 
 def clock(time_s: float) -> str:

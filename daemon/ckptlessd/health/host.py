@@ -8,7 +8,7 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import NamedTuple
 
-from ckptless.daemon.ckptlessd.health.probe import Finding
+from ckptless.daemon.ckptlessd.health.probe import Finding, Probe
 
 _MIB = 1 << 20
 # Less room than this is none: a log, a core and a ledger need some.
@@ -21,7 +21,7 @@ MOST_PRESSURE_PERCENT = 20.0
 _STA_UNSYNC = 0x0040
 
 
-class DiskProbe:
+class DiskProbe(Probe):
     """Looks for room, and for file systems that the kernel has made read-only, as it does after errors.
 
     `paths` are folders that need room; a disk that was read-only from the beginning is meant to be.
@@ -33,10 +33,6 @@ class DiskProbe:
     def __init__(self, paths: Sequence[Path], proc: Path = Path("/proc"), shm: Path = SHARED_MEMORY) -> None:
         self._paths, self._proc, self._shm = tuple(paths), proc, shm
         self._written: set[tuple[str, str]] = set()
-
-    def missing(self) -> str:
-        """See `probe.Probe`."""
-        return ""
 
     def look(self) -> list[Finding]:
         """See `probe.Probe`. Raises OSError."""
@@ -58,9 +54,6 @@ class DiskProbe:
             for disk, options in mounts.items()
             if disk in self._written and "ro" in options
         ]
-
-    def close(self) -> None:
-        """See `probe.Probe`."""
 
 
 class Mount(NamedTuple):
@@ -102,7 +95,7 @@ def _no_room(path: Path) -> str:
     return ""
 
 
-class HostProbe:
+class HostProbe(Probe):
     """Looks at the pressure on memory, the clock, and whether processors were too hot."""
 
     interval_s = 60.0
@@ -113,16 +106,9 @@ class HostProbe:
         self._cpus = sys / "devices/system/cpu"
         self._throttled: dict[str, int] | None = None
 
-    def missing(self) -> str:
-        """See `probe.Probe`."""
-        return ""
-
     def look(self) -> list[Finding]:
         """See `probe.Probe`. Raises OSError."""
         return [*self._memory(), *_clock(), *self._heat()]
-
-    def close(self) -> None:
-        """See `probe.Probe`."""
 
     def _memory(self) -> list[Finding]:
         try:

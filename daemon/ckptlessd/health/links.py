@@ -5,7 +5,7 @@ from collections.abc import Iterator
 from dataclasses import dataclass, field
 from pathlib import Path
 
-from ckptless.daemon.ckptlessd.health.probe import Finding
+from ckptless.daemon.ckptlessd.health.probe import Finding, Probe
 
 # Counters of a port that grow with errors of its cable or its partner, see Documentation/ABI/stable/
 # sysfs-class-infiniband. Those of receivers that are too slow are no fault of a link.
@@ -37,7 +37,7 @@ class _Seen:
     errors: dict[str, int]
 
 
-class LinkProbe:
+class LinkProbe(Probe):
     """Compares each port with what it was: one that was never up is not used, and no finding."""
 
     interval_s = 15.0
@@ -63,9 +63,6 @@ class LinkProbe:
             if port.was_up and where not in seen
         ]
         return found
-
-    def close(self) -> None:
-        """See `probe.Probe`."""
 
     def _seen(self) -> Iterator[_Seen]:
         for port in sorted((self._sys / "class/infiniband").glob("*/ports/*")):

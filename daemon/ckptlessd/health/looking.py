@@ -14,6 +14,7 @@ from ckptless.daemon.ckptlessd.health.meanings import is_code
 from ckptless.daemon.ckptlessd.health.probe import Finding, Probe
 from ckptless.daemon.protocol.health import MAX_CODE, MAX_EVIDENCE, MAX_WHERE, ProbeState
 from ckptless.daemon.protocol.limits import one_line
+from ckptless.daemon.transport.tasks import end_all
 
 logger = logging.getLogger(__name__)
 
@@ -60,9 +61,7 @@ class Looking:
             # no deadline: a daemon's life
             await asyncio.gather(*tasks)
         finally:
-            for task in tasks:
-                task.cancel()
-            await asyncio.gather(*tasks, return_exceptions=True)
+            await end_all(tasks)
 
     def states(self) -> tuple[ProbeState, ...]:
         """Return how every probe does."""

@@ -33,9 +33,11 @@ class Probe(Protocol):
 
     def missing(self) -> str:
         """Return what this node lacks for it, in words; "" where it can look. Asked once, before any look."""
+        return ""
 
     def look(self) -> Sequence[Finding]:
         """Return what is not well. May block, within its deadline; whatever it raises is a finding itself."""
 
     def close(self) -> None:
         """Give back what it holds. Called once, when no look is under way."""
+        return

@@ -25,7 +25,7 @@ _NAME = re.compile(rf"[a-z0-9][a-z0-9-]{{0,{MAX_NAME - 1}}}")
 _NEED_ROOM = ("/", "/tmp", "/var")
 
 
-class _Absent:
+class _Absent(Probe):
     """A probe that cannot be had, and why."""
 
     interval_s = deadline_s = 60.0
@@ -38,9 +38,6 @@ class _Absent:
 
     def look(self) -> Sequence[Finding]:
         raise RuntimeError(self._why)
-
-    def close(self) -> None:
-        pass
 
 
 def probes(settings: HealthSettings, state_dir: str, is_idle: Callable[[], bool]) -> dict[str, Probe]:

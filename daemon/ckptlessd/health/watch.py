@@ -122,7 +122,7 @@ class Health:
     async def _recall(self, probes: Collection[str]) -> None:
         """Go on with what stood when the daemon ended, unless the node has booted since."""
         try:
-            known = await self._ledger.verdicts()
+            known = await self._ledger.call(lambda ledger: ledger.verdicts())
         except LedgerError as error:
             logger.warning("health: nothing is known of before: %s", error)
             return

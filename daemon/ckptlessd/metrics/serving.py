@@ -22,6 +22,7 @@ from ckptless.daemon.settings.option_kinds import endpoint
 from ckptless.daemon.settings.options import MetricsSettings
 from ckptless.daemon.transport.bucket import TokenBucket
 from ckptless.daemon.transport.listener import listen
+from ckptless.daemon.transport.tasks import end_all
 
 logger = logging.getLogger(__name__)
 
@@ -202,10 +203,7 @@ class Server:
             self._again.cancel()
         asyncio.get_running_loop().remove_reader(self._sock)
         self._sock.close()
-        tasks = list(self._open)
-        for task in tasks:
-            task.cancel()
-        await asyncio.gather(*tasks, return_exceptions=True)
+        await end_all(self._open)
 
 
 def may_ask(address: str, allowed: Sequence[Network]) -> bool:

@@ -10,6 +10,7 @@ from ckptless.daemon.protocol.limits import (
     OF_NODES,
     OF_RANKS,
     Age,
+    Clipped,
     Digest,
     Generation,
     JobName,
@@ -26,7 +27,6 @@ from ckptless.daemon.protocol.limits import (
     Step,
     Text,
     TryCount,
-    clip_texts,
 )
 from ckptless.daemon.protocol.messages import Drill, FromAgent, Introduction, Message, Order
 from ckptless.daemon.protocol.peers.agreement import NO_BALLOT, Ballot, Say
@@ -132,7 +132,7 @@ class Rows(PeerMessage, frozen=True, kw_only=True):
     records: Annotated[tuple[Record, ...], OF_RANKS]
 
 
-class Gone(PeerMessage, frozen=True, kw_only=True):
+class Gone(Clipped, PeerMessage, frozen=True, kw_only=True):
     """The sender is sure that a node is lost; see `edges.NodeLost`."""
 
     node: NodeNumber
@@ -140,9 +140,6 @@ class Gone(PeerMessage, frozen=True, kw_only=True):
     age_s: Age
     source: FaultSource
     dark: bool = False
-
-    def __post_init__(self) -> None:
-        clip_texts(self, "reason")
 
 
 class DrillAsked(PeerMessage, frozen=True, kw_only=True):

@@ -31,7 +31,7 @@ class Group(Exchange, torch_private.GroupBase):
     @classmethod
     def prepare(cls) -> None:
         """See Exchange."""
-        _check()
+        refuse_moved(NEEDED)
         _batch_messages()
         for kind in (Exchange, cls, AbortableWork, FinishedWork):
             _untraced(kind)
@@ -145,11 +145,6 @@ NEEDED = (
     Name(f"{_C10D}:ProcessGroup._set_default_backend", "the same", "backend_type"),
     Name(f"{_C10D}:ProcessGroup._device_types", "asked of our groups, too"),
 )
-
-
-def _check() -> None:
-    """Raise `TorchMismatch` where groups of ours cannot stand in the place of torch's."""
-    refuse_moved(NEEDED)
 
 
 def _untraced(kind: type[Any]) -> None:

@@ -37,6 +37,8 @@ from ckptless.daemon.transport.bucket import TokenBucket
 from ckptless.daemon.transport.bulk import CHUNK_MIN_NBYTES, Pump, SendRate
 from ckptless.daemon.transport.credentials import KeyCredentials
 
+from .served import closed, serve
+
 JOB = "a-job"
 DEADLINE_S = 60.0
 DIAL_S = 20.0
@@ -50,7 +52,7 @@ Pair = tuple[AgentLink, AgentLink]
 async def links() -> AsyncIterator[Pair]:
     """Both ends of a connection; closed at the end, until nothing of it is left."""
     streams: asyncio.Queue[tuple[asyncio.StreamReader, asyncio.StreamWriter]] = asyncio.Queue()
-    server, port = await link.serve("127.0.0.1", 0, lambda *pair: streams.put_nowait(pair))
+    server, port = await serve("127.0.0.1", 0, lambda *pair: streams.put_nowait(pair))
     address, credentials = ("127.0.0.1", port), KeyCredentials(b"k" * 32)
     dialling: asyncio.Task[AgentLink] = asyncio.create_task(
         link.Link.dial(address, (JOB, 0), credentials, p.AgentMessage, DIAL_S)
@@ -64,7 +66,7 @@ async def links() -> AsyncIterator[Pair]:
     finally:
         for end in (dialled, accepted):
             end.close()
-            await end.closed()
+            await closed(end)
         server.close()
         await server.wait_closed()
 

@@ -32,6 +32,8 @@ from ckptless.daemon.transport.credentials import KeyCredentials
 from ckptless.daemon.transport.link import Link
 from ckptless.pytorch_hooks.commit.versions import FetchedStep, Versions
 
+from .served import closed
+
 HOST, JOB, SHARD, STEP, GENERATION = "127.0.0.1", "job", 0, 5, 3
 CHUNK = version.PAGE_NBYTES
 RUN = "0123456789abcdef" * 2
@@ -471,7 +473,7 @@ def test_a_stale_push_is_not_taken(world: World) -> None:
             link.send(p.OfferTensors(generation=GENERATION - 1, header=bytes(view)))
         answer = await link.receive()
         link.close()
-        await link.closed()
+        await closed(link)
         return answer
 
     assert world.run(go()) == p.TensorsAnswer(answer="stale")

@@ -20,6 +20,8 @@ from ckptless.daemon.protocol.peers.membership import Beat
 from ckptless.daemon.transport import handshake, link
 from ckptless.daemon.transport.credentials import KeyCredentials
 
+from .served import serve
+
 KEY = b"k" * 32
 JOB = "a-job"
 DEADLINE_S = 20.0
@@ -52,7 +54,7 @@ class Acceptor:
 
     @contextlib.asynccontextmanager
     async def serve(self) -> AsyncIterator[Acceptor]:
-        server, self.port = await link.serve("127.0.0.1", 0, self._connected)
+        server, self.port = await serve("127.0.0.1", 0, self._connected)
         try:
             yield self
         finally:
@@ -346,7 +348,7 @@ def test_nobody_answers_in_time() -> None:
             writers.append(writer)
 
         writers: list[asyncio.StreamWriter] = []
-        server, port = await link.serve("127.0.0.1", 0, silent)
+        server, port = await serve("127.0.0.1", 0, silent)
         with pytest.raises(TimeoutError):
             await link.Link.dial(("127.0.0.1", port), (JOB, 0), KeyCredentials(KEY), p.AgentMessage, 0.3)
         for writer in writers:

@@ -13,6 +13,8 @@ from ckptless.daemon.transport import handshake, listener
 from ckptless.daemon.transport.credentials import KeyCredentials
 from ckptless.daemon.transport.link import Link
 
+from .served import closed
+
 HOST = "127.0.0.1"
 KEY = b"the job's key"
 Streams: TypeAlias = tuple[asyncio.StreamReader, asyncio.StreamWriter]
@@ -151,7 +153,7 @@ def test_the_oldest_gives_way(said: bytes) -> None:
         await hang_up(*(writer for _, writer in held))
         for link in links:
             link.close()
-            await link.closed()
+            await closed(link)
 
     play(work)
 
@@ -205,7 +207,7 @@ def test_whoever_is_proved_never_gives_way() -> None:
         assert await theirs.receive() == p.GetRecord(cut=1, rank=1, step=2)
         for link in (mine, theirs):
             link.close()
-            await link.closed()
+            await closed(link)
         await hang_up(*(writer for _, writer in held))
 
     play(work)
@@ -230,7 +232,7 @@ def test_without_a_descriptor_a_connection_waits(monkeypatch: pytest.MonkeyPatch
         listening.door._sock = Full()  # type: ignore[assignment]
         for link in await listening.connect():
             link.close()
-            await link.closed()
+            await closed(link)
         assert not failures
 
     play(work)

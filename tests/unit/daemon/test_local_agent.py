@@ -29,7 +29,7 @@ def test_one_that_answers_is_never_silent() -> None:
     heart = Heartbeat(8.0, heard_at=0.0)
     for second in range(0, 100, 2):
         assert 1 <= look_until(heart, second, second + 2) <= 2
-        heart.heard(second + 2)
+        heart.heard_at = second + 2
         assert not heart.silent(second + 2)
 
 

@@ -6,7 +6,11 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from ckptless.daemon.agent.nccl.ids import MAX_LISTS, NcclIds, generation_of, magic_of
-from ckptless.daemon.agent.nccl.wire import Address, decode_id
+from ckptless.daemon.agent.nccl.wire import (
+    Address,
+)
+
+from .nccl_rank import decode_id
 
 KEY = b"k" * 32
 NODES = [Address(f"10.0.0.{n}", 4000 + n) for n in range(1, 4)]

@@ -6,11 +6,18 @@ from dataclasses import dataclass
 
 import pytest
 
-from ckptless.daemon.agent.nccl.blocks import block, root_of
+from ckptless.daemon.agent.nccl.blocks import (
+    block,
+)
 from ckptless.daemon.agent.nccl.ids import NcclIds, StaleError, admitted
 from ckptless.daemon.agent.nccl.root import Answer, Roots
-from ckptless.daemon.agent.nccl.wire import Address, CheckIn, decode_id
+from ckptless.daemon.agent.nccl.wire import (
+    Address,
+    CheckIn,
+)
 from ckptless.daemon.protocol.errors import ProtocolError
+
+from .nccl_rank import decode_id, root_of
 
 OURS, THEIRS = b"our job's key", b"another's"
 SEEDS = 1000
@@ -126,7 +133,7 @@ def play(seed: int) -> tuple[int, int]:
     assert all((one.magic, rank) in answered for one in newest for rank in range(one.ranks))
     for node in nodes:
         node.follow(GENERATIONS)
-        assert node.roots.kept == 0, "nothing is kept of what is over"
+        assert node.roots._kept == 0, "nothing is kept of what is over"
     return len(answered), stale
 
 

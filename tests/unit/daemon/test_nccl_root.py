@@ -7,10 +7,14 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from ckptless.daemon.agent.nccl import root as nccl_root
-from ckptless.daemon.agent.nccl.blocks import block, root_of
+from ckptless.daemon.agent.nccl.blocks import (
+    block,
+)
 from ckptless.daemon.agent.nccl.root import DEADLINE_S, Answer, Roots
 from ckptless.daemon.agent.nccl.wire import Address, CheckIn
 from ckptless.daemon.protocol.errors import ProtocolError
+
+from .nccl_rank import root_of
 
 MAGIC = 77
 
@@ -62,7 +66,7 @@ def test_in_any_order_each_rank_is_told_once_who_is_next(size: tuple[int, int], 
     at = Roots()
     answers = [answer for message in sent for answer in at.check_in(MAGIC, 1, message, 0.0)]
     assert sorted(answers, key=lambda a: a.rank) == expected(ranks)
-    assert (at.kept, at.due()) == (0, None)
+    assert (at._kept, at.due()) == (0, None)
 
 
 @given(st.lists(SIZES, min_size=2, max_size=4), st.randoms(use_true_random=False))
@@ -106,7 +110,7 @@ def test_a_check_in_that_makes_no_sense_changes_nothing(message: CheckIn, why: s
     at.check_in(MAGIC, 1, said(0, 4, 0, 2), 0.0)
     with pytest.raises(ProtocolError, match=why):
         at.check_in(MAGIC, 1, message, 0.0)
-    assert at.kept == 1
+    assert at._kept == 1
     rest = [at.check_in(MAGIC, 1, message, 0.0) for message in (said(1, 4, 0, 2), said(2, 4, 0, 2, of=2))]
     assert [answer.rank for answers in rest for answer in answers] == [0, 1]
 
@@ -154,7 +158,7 @@ def test_what_waits_too_long_is_given_up_and_says_for_whom_it_waited() -> None:
     assert at.expire(9.0 + DEADLINE_S) == []
     (dropped,) = at.expire(10.0 + DEADLINE_S)
     assert (dropped.root, dropped.missing) == (1, (4, 0))
-    assert (at.kept, at.due()) == (0, None)
+    assert (at._kept, at.due()) == (0, None)
 
 
 def test_only_so_many_are_kept(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -14,11 +14,19 @@ from hypothesis import strategies as st
 
 from ckptless.daemon.agent.nccl import server as nccl_server
 from ckptless.daemon.agent.nccl import wire as nccl_wire
-from ckptless.daemon.agent.nccl.blocks import block, root_of
+from ckptless.daemon.agent.nccl.blocks import (
+    block,
+)
 from ckptless.daemon.agent.nccl.ids import NcclIds, magic_of
 from ckptless.daemon.agent.nccl.server import NcclServer
-from ckptless.daemon.agent.nccl.wire import Address, CheckIn, decode_id, encode_check_in, encode_message
+from ckptless.daemon.agent.nccl.wire import (
+    Address,
+    CheckIn,
+    encode_message,
+)
 from ckptless.daemon.protocol.errors import UsageError
+
+from .nccl_rank import decode_id, encode_check_in, root_of
 
 KEY = b"k" * 32
 HOST = "127.0.0.1"
@@ -351,4 +359,4 @@ async def _survives(streams: list[bytes], chance: random.Random) -> None:
                 await asyncio.sleep(0)
             writer.close()
         await form(ids_on(running, [0] * 3).ids(b"g", 0, 3), 3, 176)
-        assert agent.server._roots.kept <= len(streams)
+        assert agent.server._roots._kept <= len(streams)

@@ -10,6 +10,8 @@ from hypothesis import strategies as st
 from ckptless.daemon.agent.nccl import wire
 from ckptless.daemon.protocol.errors import ProtocolError
 
+from .nccl_rank import decode_id, encode_check_in
+
 V4 = wire.Address("10.0.0.7", 40123)
 V6 = wire.Address("fe80::1", 40123, scope=3)
 
@@ -38,7 +40,7 @@ def test_a_check_in_lies_where_that_nccl_puts_it(
     nbytes: int, ints: tuple[int, ...], listen_at: int, connect_at: int, connect_nbytes: int
 ) -> None:
     said = check_in(nbytes)
-    data = wire.encode_check_in(said, nbytes)
+    data = encode_check_in(said, nbytes)
     assert len(data) == nbytes
     assert struct.unpack_from(f"<{len(ints)}i", data) == ints
     assert data[listen_at : listen_at + 8] == b"\x02\x00" + struct.pack(">H", 40123) + bytes([10, 0, 0, 7])
@@ -70,7 +72,7 @@ def test_a_unique_id_is_what_every_nccl_from_2_16_on_reads(root: wire.Address) -
     assert len(data) == 128
     assert data[:8] == bytes.fromhex("8877665544332211")
     assert not any(data[36:]), "where 2.29 has the number of ranks, which is 0 but for ncclCommGrow"
-    assert wire.decode_id(data) == wire.UniqueId(0x1122334455667788, root)
+    assert decode_id(data) == wire.UniqueId(0x1122334455667788, root)
 
 
 @pytest.mark.parametrize("at", [36, 40, 127])
@@ -78,7 +80,7 @@ def test_a_unique_id_with_more_in_it_is_none_of_ours(at: int) -> None:
     data = bytearray(wire.encode_id(wire.UniqueId(1, V4)))
     data[at] = 1
     with pytest.raises(ProtocolError):
-        wire.decode_id(bytes(data))
+        decode_id(bytes(data))
 
 
 @pytest.mark.parametrize("nbytes", [0, -1, 63, 65, 128, 180, 184, 2**31 - 1])
@@ -106,4 +108,4 @@ def test_any_check_in_behind_a_right_opening_is_read_or_refused(nbytes: int, dat
         said = wire.decode_check_in(body)
     except ProtocolError:
         return
-    assert wire.decode_check_in(wire.encode_check_in(said, nbytes)) == said
+    assert wire.decode_check_in(encode_check_in(said, nbytes)) == said

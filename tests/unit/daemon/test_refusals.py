@@ -17,7 +17,11 @@ from ckptless.daemon.protocol.peers import messages as p
 from ckptless.daemon.protocol.records import REFUSALS, EventRecord, JobRecord
 from ckptless.daemon.protocol.version import Origin
 from ckptless.daemon.transport.credentials import KeyCredentials
-from ckptless.daemon.transport.link import Link, serve
+from ckptless.daemon.transport.link import (
+    Link,
+)
+
+from .served import serve
 
 JOB = JobRecord(
     job="7", command=("t",), world_size=2, nodes=2, spares=0, state="running", started_s=1.0, exit_code=None

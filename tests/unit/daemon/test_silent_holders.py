@@ -16,8 +16,11 @@ from ckptless.daemon.agent.versions.store import Version, digest
 from ckptless.daemon.protocol import version
 from ckptless.daemon.protocol.peers import messages as p
 from ckptless.daemon.transport.credentials import KeyCredentials
-from ckptless.daemon.transport.link import Link, serve
+from ckptless.daemon.transport.link import (
+    Link,
+)
 
+from .served import closed, serve
 from .vaults import DEADLINE_S, HOST, JOB, Nodes, payload_of, until
 
 STEP, NBYTES = 7, 3 * version.PAGE_NBYTES
@@ -185,7 +188,7 @@ def test_who_has_to_wait_for_another_hears_so_and_gets_its_turn(monkeypatch: pyt
             assert len(before) > 1
             for link in (first, second):
                 link.close()
-                await link.closed()
+                await closed(link)
 
     asyncio.run(asyncio.wait_for(play(), DEADLINE_S))
 
@@ -210,6 +213,6 @@ def test_who_waits_is_told_when_the_other_is_done() -> None:
             assert (await answers(second))[-1] == "held"
             for link in (first, second):
                 link.close()
-                await link.closed()
+                await closed(link)
 
     asyncio.run(asyncio.wait_for(play(), DEADLINE_S))

@@ -640,7 +640,7 @@ def test_a_ledger_that_is_damaged_while_it_is_open_is_replaced_with_every_promis
             site.service.ledger.write([event(number) for number in range(200)])
             await until("written", lambda: site.service.ledger._task.done())  # type: ignore[union-attr]
             # Checkpoint, spoil everything but the header, and have SQLite read it again.
-            await site.service.ledger._call(spoil)
+            await site.service.ledger.call(spoil)
             site.service.ledger.write([event(1000)])
             await until("it is replaced", lambda: list(path.parent.glob("*.corrupt-*")))
             identity, durable = await vote_of(site.service.ledger, JOB)

@@ -23,6 +23,7 @@ from ckptless.daemon.transport.credentials import Credentials, KeyCredentials, M
 from ckptless.daemon.transport.handshake import GREETING_LIMIT, Answer, Opening, Proof, Sealer
 from ckptless.daemon.transport.link import Link
 from ckptless.daemon.transport.munge import CredentialError, CredentialKind
+from tests.unit.daemon.served import serve
 
 from .fake_munge import Cell, FakeMunge
 
@@ -49,7 +50,7 @@ async def ends() -> tuple[Streams, Streams]:
     def connected(*streams: Any) -> None:
         accepted.put_nowait(streams)
 
-    server, port = await link.serve("127.0.0.1", 0, connected)
+    server, port = await serve("127.0.0.1", 0, connected)
     try:
         return await asyncio.open_connection("127.0.0.1", port), await accepted.get()
     finally:
@@ -70,7 +71,7 @@ async def pair(dialler: Credentials, acceptor: Credentials) -> tuple[Made, Made]
     def connected(*streams: Any) -> None:
         accepting.put_nowait(asyncio.create_task(accept(streams, acceptor)))
 
-    server, port = await link.serve("127.0.0.1", 0, connected)
+    server, port = await serve("127.0.0.1", 0, connected)
     dialled: Made
     try:
         dialled = await Link.dial(("127.0.0.1", port), (JOB, 0), dialler, p.DaemonMessage, DIAL_S)
@@ -341,9 +342,9 @@ async def answered(credentials: Credentials, answer: bytes) -> Made:
     """Return what a dialler makes of an acceptor that says this, whatever it was asked."""
 
     def connected(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
-        tasks.append(asyncio.create_task(serve(reader, writer)))
+        tasks.append(asyncio.create_task(answering(reader, writer)))
 
-    async def serve(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+    async def answering(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
         with suppress(OSError, EOFError):
             await read_frame(reader)
             writer.write(answer)
@@ -352,7 +353,7 @@ async def answered(credentials: Credentials, answer: bytes) -> Made:
         writer.close()
 
     tasks: list[asyncio.Task[None]] = []
-    server, port = await link.serve("127.0.0.1", 0, connected)
+    server, port = await serve("127.0.0.1", 0, connected)
     made: Made
     try:
         made = await Link.dial(("127.0.0.1", port), (JOB, 0), credentials, p.DaemonMessage, DIAL_S)

@@ -27,14 +27,13 @@ from ckptless.daemon.agent.nccl.wire import (
     LAYOUTS,
     Address,
     CheckIn,
-    decode_id,
-    encode_check_in,
     encode_message,
 )
 from ckptless.daemon.protocol.peers import messages as p
 from ckptless.daemon.transport import handshake
 from ckptless.daemon.transport.credentials import KeyCredentials
 from ckptless.daemon.transport.link import Link, Route
+from tests.unit.daemon.nccl_rank import decode_id, encode_check_in
 
 from . import attacked_ports
 from . import attackers as a

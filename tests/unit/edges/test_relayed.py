@@ -26,7 +26,10 @@ from ckptless.daemon.protocol.peers.membership import Beat
 from ckptless.daemon.protocol.version import Origin
 from ckptless.daemon.settings.config import Peer
 from ckptless.daemon.transport.credentials import Credentials, KeyCredentials, MungeCredentials
-from ckptless.daemon.transport.link import Link, serve
+from ckptless.daemon.transport.link import (
+    Link,
+)
+from tests.unit.daemon.served import serve
 
 from .fake_munge import Cell, FakeMunge
 

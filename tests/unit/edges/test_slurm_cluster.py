@@ -898,14 +898,14 @@ async def opened(folder: Path) -> LedgerWriter:
 
 async def passes(edge: SlurmCluster, ledger: LedgerWriter, runs: list[FakeRuntime]) -> None:
     """A few looks at Slurm."""
-    looks, whole = 0, ledger.close_jobs
+    looks, whole = 0, ledger.call
 
-    async def counted(close: Callable[[JobRecord], JobRecord | None]) -> tuple[JobRecord, ...]:
+    async def counted(work: Callable[[Ledger], Any]) -> Any:
         nonlocal looks
         looks += 1
-        return await whole(close)
+        return await whole(work)
 
-    ledger.close_jobs = counted  # type: ignore[method-assign]
+    ledger.call = counted  # type: ignore[method-assign]
     task = asyncio.create_task(edge.watch(lambda: [one.it for one in runs], 0.005, ledger=ledger))
     # One look reads, and may write; the fourth is after one whole.
     await until(lambda: task.done() or looks >= 4)

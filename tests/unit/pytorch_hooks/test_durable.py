@@ -21,7 +21,9 @@ from ckptless.pytorch_hooks.commit.versions import record_digest
 from ckptless.pytorch_hooks.saving.finish import finish, prune
 from ckptless.pytorch_hooks.saving.load import load
 from ckptless.pytorch_hooks.saving.write import Shard, write_part
-from ckptless.pytorch_hooks.state import State, TensorSet, capture, raw, read, restore
+from ckptless.pytorch_hooks.state import State, TensorSet, raw, read, restore
+
+from .captured import capture
 
 CHUNK = 4096
 

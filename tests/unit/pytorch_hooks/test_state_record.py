@@ -14,8 +14,10 @@ from torch.nn.parallel import DistributedDataParallel
 from torch.optim.lr_scheduler import LambdaLR
 
 from ckptless.daemon.protocol.errors import ProtocolError, RecoveryError, UsageError
-from ckptless.pytorch_hooks.state import State, capture, codec, read, restore, rng
+from ckptless.pytorch_hooks.state import State, codec, read, restore, rng
 from ckptless.pytorch_hooks.torch_private.calls import HashStore
+
+from .captured import capture
 
 
 class Counter:

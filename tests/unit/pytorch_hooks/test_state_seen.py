@@ -13,9 +13,11 @@ import torch
 from torch import nn
 
 from ckptless.daemon.protocol.errors import UsageError
-from ckptless.pytorch_hooks.state import State, TensorSet, attributes, capture, restore
+from ckptless.pytorch_hooks.state import State, TensorSet, attributes, restore
 from ckptless.pytorch_hooks.state.objects import parts_of
 from ckptless.pytorch_hooks.state.second_look import SecondLook
+
+from .captured import capture
 
 
 def sgd(module: nn.Module) -> torch.optim.Optimizer:

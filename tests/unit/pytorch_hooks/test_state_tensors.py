@@ -14,9 +14,11 @@ from torch.distributed.fsdp import fully_shard
 from torch.distributed.tensor import DTensor, Partial, Replicate
 
 from ckptless.daemon.protocol.errors import ProtocolError, RecoveryError, UsageError
-from ckptless.pytorch_hooks.state import Layout, State, TensorSet, capture, read, restore
+from ckptless.pytorch_hooks.state import Layout, State, TensorSet, read, restore
 from ckptless.pytorch_hooks.state import layout as layouts
 from ckptless.pytorch_hooks.state.objects import watch_of
+
+from .captured import capture
 
 
 def buffer_for(layout: Layout) -> torch.Tensor:

@@ -14,7 +14,9 @@ from torch.optim import lr_scheduler as lrs
 from torch.optim.swa_utils import SWALR, AveragedModel, get_ema_multi_avg_fn
 
 from ckptless.daemon.protocol.errors import RecoveryError, UsageError
-from ckptless.pytorch_hooks.state import State, TensorSet, capture, restore
+from ckptless.pytorch_hooks.state import State, TensorSet, restore
+
+from .captured import capture
 
 MakeOptimizer = Callable[[list[torch.nn.Parameter]], Any]
 Build = Callable[[], State]

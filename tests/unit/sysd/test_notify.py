@@ -26,7 +26,6 @@ def systemd(request: pytest.FixtureRequest, tmp_path: Path) -> Iterator[tuple[so
 def test_every_message(systemd: tuple[socket.socket, str]) -> None:
     listener, name = systemd
     notifier = Notifier(name)
-    assert notifier.active
     assert notifier.ready("serving 2 jobs")
     assert listener.recv(4096) == b"READY=1\nSTATUS=serving 2 jobs"
     assert notifier.ready()
@@ -63,13 +62,12 @@ def test_the_environment_is_taken(systemd: tuple[socket.socket, str]) -> None:
 @pytest.mark.parametrize("environment", [{}, {"NOTIFY_SOCKET": ""}])
 def test_without_systemd(environment: dict[str, str]) -> None:
     notifier = Notifier.from_environment(environment)
-    assert not notifier.active
     assert not any((notifier.ready("x"), notifier.reloading(), notifier.watchdog(), notifier.stopping()))
 
 
 def test_an_address_that_is_no_unix_socket(caplog: pytest.LogCaptureFixture) -> None:
     notifier = Notifier("vsock:2:1")
-    assert not notifier.active
+    assert not notifier.ready()
     assert "vsock:2:1" in caplog.text
 
 

@@ -15,11 +15,12 @@ from torch.distributed.fsdp import fully_shard
 from torch.distributed.tensor import DTensor, Shard, distribute_tensor
 
 from ckptless.pytorch_hooks.process_groups.models import Buckets
-from ckptless.pytorch_hooks.state import State, TensorSet, capture
+from ckptless.pytorch_hooks.state import State, TensorSet
 from ckptless.pytorch_hooks.state.objects import every_tensor
 from ckptless.pytorch_hooks.state.twins import twins
 from ckptless.pytorch_hooks.torch_private import fsdp as torch_fsdp
 from ckptless.pytorch_hooks.torch_private.dcp import part_of
+from tests.unit.pytorch_hooks.captured import capture
 
 WIDTH = 37
 
