@@ -179,6 +179,7 @@ def draw() -> None:
         if not found:
             left.text(1, row, "did not go on", va="center", color=colour)
     left.set_xscale("log")
+    left.xaxis.set_major_formatter("{x:g}")
     left.set_yticks(range(len(names)), [name_of(one) for one in names])
     left.set_xlabel("seconds without a step after a SIGKILL (4 ranks, DDP; a dot each)")
     runs = [run for run in measured("fire") if not run["stuck"]]
