@@ -144,7 +144,7 @@ lint: $(STAMP)
 
 types: $(STAMP)
 	$(BIN)/mypy
-	$(BIN)/mypy docs/options.py docs/events.py docs/metrics.py docs/site.py
+	$(BIN)/mypy docs/options.py docs/events.py docs/metrics.py docs/site.py docs/api.py
 	$(BIN)/mypy docs/demo
 	$(BIN)/mypy etc/packages
 
@@ -217,6 +217,11 @@ options: $(STAMP)
 .PHONY: events
 events: $(STAMP)
 	$(BIN)/python docs/events.py
+
+# docs/api.md, of signatures and docstrings of what scripts may use.
+.PHONY: api
+api: $(STAMP)
+	$(BIN)/python docs/api.py
 
 # The documentation site, to build/site/html. A link to a page or a heading that is not there is an error.
 .PHONY: site

@@ -98,11 +98,18 @@ class _Protecting:
 
 
 class DDPStrategy(_Protecting, strategies.DDPStrategy):
-    """Lightning's DDPStrategy; `commit_every`, `commit_budget` and `overlap` are those of `ckptless.run`."""
+    """Lightning's DDPStrategy; `commit_every`, `commit_budget` and `overlap` are those of `ckptless.run`.
+
+    `Trainer(strategy="ckptless_ddp")` has it with their defaults. Without an agent around it, it is
+    Lightning's own. `fit` raises UsageError for a Trainer that cannot be protected.
+    """
 
 
 class ModelParallelStrategy(_Protecting, strategies.ModelParallelStrategy):
-    """Lightning's ModelParallelStrategy (FSDP2), as DDPStrategy here."""
+    """Lightning's ModelParallelStrategy (FSDP2), with options and errors of DDPStrategy here.
+
+    `Trainer(strategy="ckptless_fsdp2")` has it with their defaults.
+    """
 
 
 strategies.StrategyRegistry.register("ckptless_ddp", DDPStrategy, "DDP that outlives its processes")

@@ -56,8 +56,9 @@ _PLAIN = (int, float, str, bool, type(None))
 def train(make: Callable[[], Trainer], **options: Any) -> TrainOutput:
     """Train what `make()` returns, to its end; after a fault from the step before. Returns as Trainer.train.
 
-    `make` is called once in each process, with process groups: TrainingArguments may be made in it. `options`
-    are those of `ckptless.run`. Raises UsageError where the Trainer is one that cannot be protected.
+    `train(lambda: Trainer(model=..., args=TrainingArguments(...), ...))`: `make` is called once in each
+    process, with process groups. `options` are those of `ckptless.run`. Raises UsageError where the Trainer
+    is one that cannot be protected.
     """
     outputs: list[TrainOutput] = []
 

@@ -51,7 +51,7 @@ class Arrow(FileSource[_Rows]):
 
     A sample is a dict of the columns' values: a list of numbers as a read-only numpy array that lies in the
     file itself, everything else as Python has it. Parquet has to be decoded: it is written to the cache as
-    Arrow once. `columns`: only these.
+    Arrow once. `columns`: only these. DataError, as the files are first used, where one is not sound.
     """
 
     def __init__(

@@ -55,8 +55,9 @@ def default_folder() -> Path:
 class Cache:
     """A folder with a budget in bytes; nodes may share it.
 
-    `encrypt`: entries are encrypted with the job's key; those of another key are made again. `told`: what was
-    made again, as (kind of an event, text).
+    `folder`: if none is named CKPTLESS_DATA_CACHE, else ckptless/data in the user's cache folder. `encrypt`:
+    entries are encrypted with the job's key; those of another key are made again. `told`: what was made
+    again, as (kind of an event, text).
     """
 
     def __init__(

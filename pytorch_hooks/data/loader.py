@@ -75,7 +75,8 @@ class MappedLoader:
     any word; another one is another data set. `replica` of `replicas`: else rank and world size.
     `timeout_s`: so long may a batch take. `prefetch`: so many batches are made ahead of each replica's use on
     its node, and all of them take `budget_nbytes` bytes there at most; the site may allow less. `pin_memory`:
-    give tensors in page-locked memory, where there is a CUDA device.
+    give tensors in page-locked memory, where there is a CUDA device. Left out, `seed` is 0, `workers` 1,
+    `on_error` "raise", `timeout_s` 600, `prefetch` 8, `budget_nbytes` 1 GiB, and True is said of nothing.
 
     Iterating gives one epoch, or the rest of it after `load_state_dict`. What is skipped or begun again is
     logged, and told to `on_event(kind, text)`, which `run.batches` has write it to the ledger. Main thread

@@ -36,7 +36,8 @@ Forward: TypeAlias = Callable[[Any], torch.Tensor]
 class Exact:
     """How many virtual ranks a job has for its whole life, and the seed of their random numbers.
 
-    At least as many as the job may ever have real ranks; best a multiple of each number that it may have.
+    At least as many as the job may ever have real ranks, and 4096 at most; best a multiple of each number
+    that it may have. `ckptless.run` raises UsageError for others.
     """
 
     virtual_ranks: int

@@ -104,7 +104,7 @@ class _Kept:
 
 
 class Run:
-    """One rank's part of a job, over all generations. Main thread only."""
+    """One rank's part of a job, for as long as its process lives. Main thread only."""
 
     def __init__(
         self,
@@ -278,9 +278,10 @@ class Run:
         return exact_steps(self._exact)
 
     def on_recovery(self, function: Callable[["Run"], None]) -> None:
-        """Call `function(run)` when the state is back after a fault.
+        """Call `function(run)` when the state is back after a fault; not as a job begins.
 
-        To be said on each entry into the training function, before `keep`.
+        It is called by `keep`, on every rank. To be said each time that the training function is called,
+        before `keep`.
         """
         self._on_recovery.append(function)
 
@@ -626,7 +627,8 @@ class Run:
     def accumulate(self, batch_size: int, micro_batch: int) -> int:
         """Return how many micro-batches, of `micro_batch` samples at most, a rank's part of a batch makes.
 
-        The same on all ranks: `x.tensor_split(n)` gives them. Raises as `local_batch`.
+        The same on all ranks: `x.tensor_split(n)` gives them. They are not alike, so add up sums, and divide
+        by `batch_size`. Raises as `local_batch`.
         """
         batches.check(batch_size, self._most_ranks, micro_batch)
         return batches.micro_batches(batch_size, micro_batch, self.world_size)
@@ -651,6 +653,7 @@ class Run:
     def phase(self, name: str, up_to: float) -> Iterator[None]:
         """Say that what follows is no part of a step, as an evaluation, and may take `up_to` seconds.
 
+        `with run.phase("evaluation", up_to=600): evaluate()`.
         Until then a rank in it is not taken for one that hangs, nor is the job, however long its steps take.
         UsageError unless that is a day at most.
         """
@@ -668,7 +671,7 @@ class Run:
     # ------------------------------------------------------------------------------------ commit
 
     def commit(self, loss: float | torch.Tensor | None = None) -> int:
-        """The step is done: from here on it can be restored. Its number.
+        """The step is done: from here on it can be restored. Return its number, 1 for the first.
 
         Call it after optimizer, scheduler and scaler have stepped; it is refused where there are gradients
         that no optimizer has used, or what was not there in `keep`. It waits only when the copies of the one

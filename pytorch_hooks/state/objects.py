@@ -16,6 +16,9 @@ from ckptless.pytorch_hooks.state.walk import BufferWatch, Tree
 class State:
     """Everything that makes the next training step what it is; each object is an attribute: `s.model`.
 
+    `State(model=model, optimizer=optimizer, loader=loader, best=0.0)`. Random numbers (of Python, numpy and
+    torch) are taken without being named.
+
     `loader` is only kept: its position is the cursor of a record. The others may be modules, optimizers,
     generators, what has `state_dict` and `load_state_dict`, lists, tuples and dicts of such, and objects that
     hold such in their attributes; under names of your own also plain data, which is saved by value and may be

@@ -84,6 +84,8 @@ def unknown(program: str, words: list[str]) -> str | None:
     """What of a command line there is not; options after a script are the script's."""
     command = PROGRAMS[program]
     known = _options(command)
+    while words and words[0] in _taking(command):
+        words = words[2:]
     while isinstance(command, click.Group) and words and not words[0].startswith(("-", "|", "<", ">", "[")):
         if words[0] not in (below := below_of(command)):
             return words[0]
@@ -102,6 +104,14 @@ def unknown(program: str, words: list[str]) -> str | None:
         ):
             return word
     return None
+
+
+def _taking(command: click.Command) -> set[str]:
+    """The options of a group that take a word, and may stand before the name of a command."""
+    if not isinstance(command, click.Group):
+        return set()
+    options = [one for one in command.params if isinstance(one, click.Option) and not one.is_flag]
+    return {name for one in options for name in one.opts}
 
 
 def _options(command: click.Command) -> set[str]:
@@ -127,6 +137,8 @@ def test_every_command_line_has_commands_and_options_that_there_are() -> None:
         ("ckptctl goodput 4711 --price 2", None),
         ("ckptctl goodput 4711 --prize 2", "--prize"),
         ("ckptctl godput", "godput"),
+        ("ckptctl --state-dir try godput", "godput"),
+        ("ckptctl --state-dir try resize el --nodes 2", None),
         ("ckptless-run --local --nodez 4 train.py", "--nodez"),
         ("ckptless-run --local train.py --lr 3", None),
     ],
