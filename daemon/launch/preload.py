@@ -27,6 +27,8 @@ logger = logging.getLogger(__name__)
 ALWAYS = ("torch",)
 # torch._dynamo is what the first DDP or optimizer of a process would import, for a second.
 FOR_RUN = ("torch._dynamo", "ckptless.pytorch_hooks")
+# The last of all: it looks through what is there by then.
+LOOKS = "ckptless.pytorch_hooks.torch_private.imported"
 # How a script imports one of the adapters; its framework takes seconds to import.
 _ADAPTER = re.compile(rb"^[ \t]*(?:import|from)[ \t]+ckptless(?:\.|[ \t]+import[ \t]+)(\w+)", re.MULTILINE)
 # What has to come before such an import, and would come after it.
@@ -47,7 +49,7 @@ def preloads(argv: Sequence[str], cwd: Path, given: Sequence[str], *, module: bo
     sources = _sources(argv[0], cwd, module=module)
     # What Python puts first on its path.
     adapters = {n for path in sources for n in _adapters(path, cwd if module else path.resolve().parent)}
-    return (*ALWAYS, *FOR_RUN, *sorted(adapters), *given)
+    return (*ALWAYS, *FOR_RUN, *sorted(adapters), *given, LOOKS)
 
 
 def names_ckptless(target: str, cwd: Path, *, module: bool) -> bool:

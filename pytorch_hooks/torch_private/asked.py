@@ -9,9 +9,7 @@ from __future__ import annotations
 
 import functools
 import inspect
-import itertools
-import sys
-from collections.abc import Callable, Collection, Iterable, Iterator, Mapping
+from collections.abc import Callable
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -19,12 +17,6 @@ import torch.distributed as dist
 from torch.distributed import distributed_c10d as c10d
 
 from ckptless.daemon.protocol.errors import UsageError
-
-# What is answered in torch's place.
-ANSWERED = (
-    *("init_process_group", "destroy_process_group", "_new_group_with_tag", "get_backend"),
-    "get_backend_config",
-)
 
 
 @dataclass
@@ -96,11 +88,13 @@ def answer(standing: Callable[[], Standing | None], *, stock: bool = False) -> N
 
     `stock`: they are torch's own, which answer for themselves what they are.
     """
+    # Before anything is replaced: it looks for what torch has.
+    from ckptless.pytorch_hooks.torch_private import imported
 
     replaced: dict[int, Callable[..., Any]] = {}
 
     def instead(name: str, answers: Callable[..., Any]) -> None:
-        assert name in ANSWERED
+        assert name in imported.ANSWERED
         before = getattr(c10d, name)
         signature = inspect.signature(before)
 
@@ -122,40 +116,7 @@ def answer(standing: Callable[[], Standing | None], *, stock: bool = False) -> N
         instead("_new_group_with_tag", Standing.make)
         instead("get_backend", _backend)
         instead("get_backend_config", _config)
-    _replace_imported(replaced)
-
-
-def _named(names: Iterable[str], functions: Collection[int]) -> Iterator[tuple[dict[str, Any], str]]:
-    """Yield where modules of these names that are not torch's have functions of it (by id) by name."""
-    for name in names:
-        if name.partition(".")[0] not in ("torch", "ckptless"):
-            # Some make their attributes as they are asked for.
-            own = getattr(sys.modules.get(name), "__dict__", {})
-            yield from ((own, key) for key, value in list(own.items()) if id(value) in functions)
-
-
-# What was looked through when this was imported: where ranks are forked, once for all of them. To look at
-# 1,000 modules takes a fork 60 to 230 ms on busy cores: it gets pages of its own for all that it counts.
-_STOCK = {id(getattr(c10d, name)) for name in ANSWERED}
-_FOUND = [*_named(list(sys.modules), _STOCK)]
-# Modules that are still being loaded, and the last one that there was: newer ones come behind it.
-_HALF = [
-    name
-    for name, module in list(sys.modules.items())
-    if name == "__main__" or getattr(getattr(module, "__spec__", None), "_initializing", False)
-]
-_LAST = next(reversed(sys.modules))
-
-
-def _replace_imported(replaced: Mapping[int, Callable[..., Any]]) -> None:
-    """Have modules that are not torch's, and have imported functions of it by name before, have the others.
-
-    `replaced`: those by the id of torch's.
-    """
-    newer = list(itertools.takewhile(lambda name: name != _LAST, reversed(sys.modules)))
-    for own, key in (*_FOUND, *_named(dict.fromkeys((*_HALF, *newer)), replaced)):
-        if (other := replaced.get(id(own.get(key)))) is not None:
-            own[key] = other
+    imported.replace(replaced)
 
 
 def _destroy(here: Standing, stock: Callable[..., None], asked: inspect.BoundArguments) -> None:

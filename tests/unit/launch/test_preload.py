@@ -10,7 +10,7 @@ import pytest
 from ckptless.daemon.agent.ranks.socket_folder import SocketFolder
 from ckptless.daemon.launch.main import command, given
 from ckptless.daemon.launch.options import local_run
-from ckptless.daemon.launch.preload import ALWAYS, FOR_RUN, preloads
+from ckptless.daemon.launch.preload import ALWAYS, FOR_RUN, LOOKS, preloads
 
 PLAIN, OURS = "import torch\nimport xckptlessx\n", "import torch\n\nimport ckptless\n"
 
@@ -20,7 +20,8 @@ def test_a_script_a_folder_and_a_module(tmp_path: Path, text: str, more: tuple[s
     (tmp_path / "my/train").mkdir(parents=True)
     for path in (tmp_path / "train.py", tmp_path / "my/fit.py", tmp_path / "my/train/__main__.py"):
         path.write_text(text)
-    wanted = (*ALWAYS, *more, "numpy")
+    # What looks through all that is there comes last.
+    wanted = (*ALWAYS, *more, "numpy", *([LOOKS] if more else []))
     for argv in (str(tmp_path / "train.py"), str(tmp_path / "my/train")):
         assert preloads((argv, "ckptless"), tmp_path, ("numpy",), module=False) == wanted
     for module in ("train", "my.fit", "my.train"):
@@ -46,7 +47,7 @@ READS = ["os.environ['A'] == 'b'", "x = os.environ.get('A')", "my_environ = {}",
 def test_the_framework_of_an_adapter_that_the_script_imports(tmp_path: Path, how: str) -> None:
     script = tmp_path / "train.py"
     for name in ("transformers", "lightning", "accelerate"):
-        wanted = (*ALWAYS, *FOR_RUN, f"ckptless.{name}")
+        wanted = (*ALWAYS, *FOR_RUN, f"ckptless.{name}", LOOKS)
         imports = f"import torch\n{how.format(name)}\n"
         for line in READS:
             script.write_text(f"{imports}{line}\n")
@@ -54,11 +55,11 @@ def test_the_framework_of_an_adapter_that_the_script_imports(tmp_path: Path, how
         # What comes before the script's import would come after ours.
         for line in ENVIRONMENT:
             script.write_text(f"{line}\n{imports}")
-            assert preloads((str(script),), tmp_path, (), module=False) == (*ALWAYS, *FOR_RUN), line
+            assert preloads((str(script),), tmp_path, (), module=False) == (*ALWAYS, *FOR_RUN, LOOKS), line
         script.write_text(imports)
         # The script would get this one.
         (tmp_path / name).with_suffix(".py").touch()
-        assert preloads((str(script),), tmp_path, (), module=False) == (*ALWAYS, *FOR_RUN)
+        assert preloads((str(script),), tmp_path, (), module=False) == (*ALWAYS, *FOR_RUN, LOOKS)
         (tmp_path / name).with_suffix(".py").unlink()
         # Of a module it is the working directory that Python looks into first.
         module = tmp_path / "pkg" / "train.py"
@@ -66,10 +67,10 @@ def test_the_framework_of_an_adapter_that_the_script_imports(tmp_path: Path, how
         module.write_text(imports)
         assert preloads(("pkg.train",), tmp_path, (), module=True) == wanted
         (tmp_path / name).mkdir()
-        assert preloads(("pkg.train",), tmp_path, (), module=True) == (*ALWAYS, *FOR_RUN)
+        assert preloads(("pkg.train",), tmp_path, (), module=True) == (*ALWAYS, *FOR_RUN, LOOKS)
         (tmp_path / name).rmdir()
     script.write_text("import ckptless.data\nimport ckptless, lightning\n")
-    assert preloads((str(script),), tmp_path, (), module=False) == (*ALWAYS, *FOR_RUN)
+    assert preloads((str(script),), tmp_path, (), module=False) == (*ALWAYS, *FOR_RUN, LOOKS)
 
 
 def test_what_cannot_be_read(tmp_path: Path) -> None:
