@@ -213,8 +213,8 @@ BUGS = (
         "said though the disk has not taken it",
         JobSession,
         "_carry",
-        "self._not_saved)",
-        "lambda _: self._saved(output))",
+        ", failed)",
+        ", lambda _: self._saved(output))",
     ),
 )
 
