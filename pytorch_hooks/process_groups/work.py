@@ -406,3 +406,6 @@ class AbortableWork(torch_private.Work):
     def source_rank(self) -> int:
         """Return the rank that a received message came from."""
         return torch_private.source_rank(self._work)
+
+    # What dist.recv calls.
+    _source_rank = source_rank
