@@ -102,7 +102,7 @@ scale: $(STAMP)
 	$(BIN)/python -m tests.sim.scale_parts $(SIZES) --json docs/scale_parts.json
 	$(BIN)/python -m tests.sim.scale_memory $(SIZES) --json docs/scale_memory.json
 
-# All of docs/performance.md, ours beside the peers in environments of their own (built at first): half an hour.
+# All of docs/performance.md, ours beside the peers in environments of their own (built at first): forty minutes.
 # With LONG=1 every peer in every case, and five minutes of each fire: two hours.
 BENCH := docs/bench
 ifdef LONG
