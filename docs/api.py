@@ -251,7 +251,7 @@ def _run() -> Iterator[str]:
 
 
 def _exact() -> Iterator[str]:
-    """What `run.exact` has."""
+    """Yield the entries of `run.exact`."""
     for name, node in methods(class_at(EXACT)).items():
         yield _entry(f"run.exact.{name}", EXACT.partition(":")[0], node)
 

@@ -311,7 +311,7 @@ def _show(shape: Shape, limits: Limits) -> None:
 
 
 def _failures(shape: Shape, limits: Limits, outlook: Outlook, days: float) -> dict[str, float | None]:
-    """What nodes' failures will cost: fractions are of the job's time."""
+    """Return what nodes' failures will cost: fractions are of the job's time."""
     best = outlook.with_best_spares()
     lost = None
     if limits.rate is not None:
@@ -337,11 +337,11 @@ def _failures(shape: Shape, limits: Limits, outlook: Outlook, days: float) -> di
 
 def _failure_lines(told: dict[str, Any]) -> Iterator[str]:
     between, costs = render.span(told["between_failures_s"]), render.span(told["failure_s"])
-    spares = f"{told['spares']} spare{'s' * (told['spares'] != 1)}"
+    spares, best = (f"{n} spare{'s' * (n != 1)}" for n in (told["spares"], told["best_spares"]))
     yield f"a node fails every {between}, and costs {costs}, {render.span(told['redone_s'])} of it done again"
     yield f"with {spares} {told['no_spare']:.2%} of the failures find none; goodput {told['goodput']:.2%}"
-    best = f"{told['best_spares']} spares make the most of all nodes"
-    yield f"{best} (goodput {told['best_spares_goodput']:.2%})"
+    makes = f"{best} make{'s' * (told['best_spares'] == 1)} the most of all nodes"
+    yield f"{makes} (goodput {told['best_spares_goodput']:.2%})"
     held_up = f"a commit holds training up for {told['commit_s'] * 1000:.0f} ms"
     yield f"{held_up}; the best is commit_every={told['best_commit_every']}"
     if (lost := told["all_copies_lost"]) is not None:

@@ -93,7 +93,7 @@ class Shape:
 
     @cached_property
     def _holders(self) -> Holders:
-        """Who is to hold what."""
+        """The nodes that are to hold each shard."""
         place = lambda rank: Place(node=rank // self.per_node, slot=rank % self.per_node)  # noqa: E731
         info = lambda node: NodeInfo(node=node, name="", address="", agent_port=0)  # noqa: E731
         shards = shards_like(range(0, self.ranks, self.shard_ranks), self.ranks)

@@ -49,12 +49,12 @@ class Outlook:
 
     @property
     def redone_s(self) -> float:
-        """What is done again after a failure, on average."""
+        """Seconds that are done again after a failure, on average."""
         return self.interval_s / 2
 
     @property
     def failure_s(self) -> float:
-        """What a failure costs on average, where no other comes meanwhile."""
+        """Seconds that a failure costs on average, where no other comes meanwhile."""
         return (1 - self.no_spare) * self.recovery_s + self.no_spare * self.requeue_s + self.redone_s
 
     @property

@@ -21,7 +21,7 @@ from ckptless.data import MappedLoader
 
 @dataclass(frozen=True)
 class Config:
-    """What the YAML file says. `batch` counts the sequences of a step, of all ranks together.
+    """The settings of the YAML file. `batch` counts the sequences of a step, of all ranks together.
 
     `replicas` is how many times the state is there (1: FSDP2; more: HSDP). With `experts` each block has so
     many, of which each token takes `picks`. `tokens` is a file of 32-bit token numbers; "" makes some up.

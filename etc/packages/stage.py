@@ -60,7 +60,7 @@ def install_python(tree: Path, wheel: Path, python: str, *, dependencies: bool) 
 
 
 def strip(tree: Path) -> None:
-    """Of all that is compiled."""
+    """Strip all that is compiled."""
     run("strip", "--strip-unneeded", *binaries(tree))
 
 

@@ -133,13 +133,13 @@ def measure(system: System, case: Case, kills: int, seed: int) -> tuple[Outcome,
                 before = top(run)
                 wait(run, lambda low=before: reaches(run, low + BETWEEN), RECOVERY_DEADLINE_S)  # type: ignore[misc]
                 gaps = [b - a for a, b in pairs(completions(lines(run))[-BETWEEN:])]
-                struck.append(strike(run, draw, statistics.median(gaps)))
+                hit = strike(run, draw, statistics.median(gaps))
                 # Steps that were under way when it died may still come.
                 seen = top(run) + AFTER
                 wait(run, lambda low=seen: reaches(run, low), RECOVERY_DEADLINE_S)  # type: ignore[misc]
+                struck.append(hit)
         except StuckError as error:
             stuck = str(error)
-            struck = struck[:-1] if struck else struck
         found = lines(run)
     done = completions(found)
     step_s = statistics.median([b - a for a, b in pairs(done)]) if len(done) > 2 else float("nan")
@@ -153,7 +153,7 @@ def pairs(values: list[float]) -> Iterator[tuple[float, float]]:
 
 
 def kill(found: dict[int, list[Line]], done: list[float], victim: int, at: float, step_s: float) -> Kill:
-    """What one kill has cost."""
+    """Return the cost of one kill."""
     before = max((when for when in done if when <= at), default=at)
     low = max((step for step, _, when in found[victim] if when <= at), default=0)
     back = min(when for step, _, when in found[victim] if when > at and step > low)
@@ -183,7 +183,7 @@ def compared(outcome: Outcome, found: dict[int, list[Line]], reference: dict[int
 
 
 def without_faults(case: Case, steps: int) -> dict[int, list[Line]]:
-    """What ranks note under torchrun, where nothing is saved and nobody is killed."""
+    """Return the notes of ranks under torchrun, where nothing is saved and nobody is killed."""
     with running(plain, case) as run:
         wait(run, lambda: reaches(run, steps), START_DEADLINE_S + steps)
         return lines(run)
@@ -217,7 +217,9 @@ def main() -> None:
     for case in [*CASES, *LARGE]:
         if case.ranks not in args.ranks or case.layout not in args.layouts or case.size not in args.sizes:
             continue
-        reference = without_faults(case, BETWEEN * (args.kills + 2))
+        # As far as the longest of the runs is likely to come: some steps are made while one is waited for.
+        most = max(args.own_kills if name == "ckptless" else args.kills for name in args.systems)
+        reference = without_faults(case, 2 * BETWEEN + (BETWEEN + 3 * AFTER) * most)
         for turn in range(args.turns):
             for name in args.systems:
                 system = SYSTEMS[name]

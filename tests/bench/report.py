@@ -52,7 +52,7 @@ def by_case(runs: Iterable[Run]) -> dict[tuple[str, str, int], dict[str, list[Ru
 
 
 def stalls(runs: Iterable[Run]) -> list[float]:
-    """Of all kills."""
+    """Return those of all kills."""
     return [kill["stall_s"] for run in runs for kill in run["kills"]]
 
 

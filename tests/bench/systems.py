@@ -47,7 +47,7 @@ POLL_S = 0.02
 
 @dataclass(frozen=True)
 class Case:
-    """What is trained: so many ranks, ddp, fsdp or plain, a size of workload.py, steps between two saves."""
+    """A training: so many ranks, ddp or fsdp, a size of workload.py, a save after so many steps."""
 
     ranks: int
     layout: str
@@ -134,7 +134,7 @@ def marked(mark: str) -> list[int]:
 
 
 def free_port() -> int:
-    """A port that nobody has, with the next one."""
+    """A port that nobody has; the next one is as likely to be free."""
     with socket.socket() as probe:
         probe.bind(("127.0.0.1", 0))
         return int(probe.getsockname()[1])
@@ -259,7 +259,7 @@ def torchft_nightly(run: Running) -> None:
 
 @dataclass(frozen=True)
 class System:
-    """Who is measured, how it is started, and which layouts it has."""
+    """A system that is measured: how it is started, and which layouts it has."""
 
     name: str
     start: Callable[[Running], None]

@@ -107,7 +107,7 @@ def own(tensor: torch.Tensor) -> torch.Tensor:
 
 
 class Notes:
-    """What a rank notes: its process when it begins, and each step with its loss and CLOCK_MONOTONIC."""
+    """The notes of a rank: its process when it begins, and each step with its loss and CLOCK_MONOTONIC."""
 
     def __init__(self, rank: int) -> None:
         # Whoever reads finds it whole.
