@@ -14,15 +14,15 @@ from pathlib import Path
 
 import msgspec
 
-from ckptless.daemon.agent.saving.plan import Task, last_step
+from ckptless.daemon.agent.saving.plan import Task, last_step, newest_step
 from ckptless.daemon.protocol import saved
 from ckptless.daemon.protocol.messages import Holdings
 from ckptless.daemon.protocol.model import Value
 
 POLL_S = 0.05
-# That what is there makes no whole step is decided only after so many times as long: on a busy node an agent
-# may come later than others wait for it, and hold what they lack.
-NOTHING_TIMES = 4
+# Where the newest step is there in part, an older one, or none, is decided on only after so many times as
+# long: on a busy node an agent may come later than others wait for it, and hold what they lack.
+PARTLY_TIMES = 4
 DECISION = "decision.json"
 
 
@@ -72,8 +72,8 @@ def _decide(folder: Path, nodes: Sequence[int], world_size: int, waited: float) 
             if (one := folder / f"node-{node}.json")
         }
         mine = Decision(task=last_step(held, world_size))
-        partly = mine.task is None and any(holdings.records for holdings in held.values())
-        if partly and len(there) < len(nodes) and waited <= NOTHING_TIMES:
+        partly = newest_step(held) > (mine.task.step if mine.task is not None else 0)
+        if partly and len(there) < len(nodes) and waited <= PARTLY_TIMES:
             return None
         partial = _whole(folder, DECISION, msgspec.json.encode(mine))
         with contextlib.suppress(FileExistsError):

@@ -50,9 +50,17 @@ def own_shards(assignment: Assignment, node: int, shards: Mapping[int, int]) -> 
 
 def last_step(held: Mapping[int, Holdings], world_size: int) -> Task | None:
     """The newest step that these nodes (by number) have everything of, and who writes it; else None."""
-    steps = {step for holdings in held.values() for _, _, some in holdings.records for step in some}
-    tasks = (_task_of(step, held, world_size) for step in sorted(steps, reverse=True))
+    tasks = (_task_of(step, held, world_size) for step in sorted(_steps(held), reverse=True))
     return next((task for task in tasks if task is not None), None)
+
+
+def newest_step(held: Mapping[int, Holdings]) -> int:
+    """The newest step that these nodes (by number) have any record of; 0 where there is none."""
+    return max(_steps(held), default=0)
+
+
+def _steps(held: Mapping[int, Holdings]) -> set[int]:
+    return {step for holdings in held.values() for _, _, some in holdings.records for step in some}
 
 
 def _task_of(step: int, held: Mapping[int, Holdings], world_size: int) -> Task | None:

@@ -59,8 +59,6 @@ class SaveService:
         if config is None or assignment is None:
             return
         deadline = asyncio.get_running_loop().time() + config.end_s
-        # What is being written may wait for a node that is lost; what is saved here is newer, anyway.
-        await self.saver.settle(SETTLE_S)
         # A part of the job that was cut off ends in a generation of its own.
         run = f"{self._agent.spec.job}-{self.saver.tag}-{assignment.generation}"
         folder = Path(config.directory) / f"{ENDING}{run}"
@@ -68,6 +66,9 @@ class SaveService:
         try:
             holdings, world = self._store.holdings(), len(assignment.places)
             task = await last_save.agree(folder, self._agent.node, nodes, holdings, world, GATHER_S)
+            # Only now, as others have waited for this node's word. An older step may be waiting for a node
+            # that is lost; what is saved here is newer, anyway.
+            await self.saver.settle(SETTLE_S)
             if task is None or not task.step:
                 logger.info("there is no step to save")
             elif self._agent.node in task.nodes:

@@ -58,6 +58,25 @@ def test_nothing_is_not_decided_where_one_who_comes_late_has_what_the_others_lac
         assert (task.step, task.nodes) == (5, (0, 1))
 
 
+def test_an_older_step_is_not_decided_where_one_who_comes_late_makes_the_newest_whole(tmp_path: Path) -> None:
+    """The first has all of step 5, and of step 6 its own part alone."""
+    folder = tmp_path / "e"
+    first_holds = Holdings(tensors=((0, (5, 6)), (1, (5,))), records=((0, 0, (5, 6)), (1, 1, (5,))))
+
+    async def one_late() -> list[Task | None]:
+        first = asyncio.create_task(agree(folder, 0, (0, 1), first_holds, 2, gather_s=0.5))
+        await asyncio.sleep(1.0)
+        assert not first.done()
+        return [await agree(folder, 1, (0, 1), holds(1, steps=(5, 6)), 2, gather_s=LONG_S), await first]
+
+    for task in asyncio.run(one_late()):
+        assert task is not None
+        assert (task.step, task.nodes) == (6, (0, 1))
+    alone = asyncio.run(agree(tmp_path / "alone", 0, (0, 1), first_holds, 2, gather_s=0.05))
+    assert alone is not None
+    assert alone.step == 5
+
+
 def test_nothing_is_decided_in_the_end(tmp_path: Path) -> None:
     assert asyncio.run(agree(tmp_path / "e", 0, (0, 1), holds(0), 2, gather_s=0.05)) is None
 

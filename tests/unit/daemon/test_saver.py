@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import asyncio
+import time
 from collections.abc import Callable
+from pathlib import Path
 from tempfile import gettempdir
 from types import SimpleNamespace
 from typing import Any
@@ -11,9 +13,12 @@ from typing import Any
 import pytest
 
 from ckptless.daemon.agent.saving.saver import Hold, Saver
+from ckptless.daemon.agent.saving.service import SaveService
 from ckptless.daemon.protocol import saving as w
 from ckptless.daemon.protocol.codec import PROTOCOL
 from ckptless.daemon.protocol.errors import CkptlessError, MismatchError
+from ckptless.daemon.protocol.messages import Assignment, Holdings, NodeInfo
+from ckptless.daemon.protocol.model import Place
 
 PID, STRANGER = 17, 18
 HELLO = w.WriterHello(protocol=PROTOCOL)
@@ -29,6 +34,16 @@ PART = w.WritePart(
     finishes=True,
     keep=3,
     deadline_s=20.0,
+)
+
+ONE_NODE = Assignment(
+    job="j",
+    generation=1,
+    term=1,
+    leader=0,
+    places=(Place(node=0, slot=0),),
+    nodes=(NodeInfo(node=0, name="n0", address="a", agent_port=1),),
+    restore_step=None,
 )
 
 
@@ -126,3 +141,38 @@ def test_what_went_wrong_is_said() -> None:
 def test_another_version_is_refused() -> None:
     with pytest.raises(MismatchError):
         Writer(done, done).says(w.WriterHello(protocol=PROTOCOL + 1))
+
+
+def until_decided(directory: Path) -> None:
+    """Wait until the nodes have agreed on the last step; for 10 s."""
+    limit = time.monotonic() + 10
+    while not list(directory.glob(".ending-*/decision.json")):
+        assert time.monotonic() < limit
+        time.sleep(0.01)
+
+
+def test_what_is_still_being_written_keeps_no_node_from_saying_what_it_holds(tmp_path: Path) -> None:
+    """At a job's end others wait for that a few seconds, and then decide without it."""
+    config: Any = SimpleNamespace(
+        save=w.SaveConfig(directory=str(tmp_path)), spec=SimpleNamespace(job="j"), node=0
+    )
+    store: Any = SimpleNamespace(holdings=lambda: Holdings(tensors=(), records=()))
+    replicas: Any = SimpleNamespace(serving=SimpleNamespace())
+    zygote: Any = None
+
+    async def run() -> None:
+        service = SaveService(config, store, zygote, replicas)
+        service.follow(ONE_NODE)
+        written = asyncio.Event()
+
+        async def older_step() -> None:
+            await written.wait()
+
+        service.saver._tasks.spawn(older_step())
+        ending = asyncio.create_task(service.at_end())
+        await asyncio.to_thread(until_decided, tmp_path)
+        assert not ending.done()
+        written.set()
+        await ending
+
+    asyncio.run(run())
