@@ -10,7 +10,7 @@ from ckptless.daemon.ckptctl.shared.options import Asked, confirm, for_job
 from ckptless.daemon.protocol.errors import UsageError
 from ckptless.daemon.protocol.limits import MOST_RANKS
 from ckptless.daemon.protocol.messages import PROTOCOL
-from ckptless.daemon.protocol.model import DrillKind
+from ckptless.daemon.protocol.model import DRILLS_WITH_LENGTH, DrillKind
 from ckptless.daemon.protocol.requests import MAX_NAME, MAX_PAUSE_S, MAX_WAIT_S, Drilled, DrillJob
 
 # The options that say what is to happen, and to whom.
@@ -18,6 +18,7 @@ KINDS: dict[str, DrillKind] = {
     "kill_rank": "kill-rank",
     "pause": "pause-rank",
     "kill_agent": "kill-agent",
+    "cut": "cut-node",
 }
 _RANK = click.IntRange(min=0, max=MOST_RANKS - 1)
 
@@ -27,12 +28,13 @@ _RANK = click.IntRange(min=0, max=MOST_RANKS - 1)
 @click.option("--kill-rank", type=_RANK, metavar="RANK", help="Kill the process of this rank (SIGKILL).")
 @click.option("--pause", type=_RANK, metavar="RANK", help="Stop the process of this rank, for a while.")
 @click.option("--kill-agent", metavar="NODE", help="Kill the agent of this node: the node is lost.")
+@click.option("--cut", metavar="NODE", help="Cut this node off from the network, for a while.")
 @click.option(
     "--for",
     "for_s",
     type=click.FloatRange(min=0.1, max=MAX_PAUSE_S),
     metavar="SECONDS",
-    help="How long a rank is paused.",
+    help="How long a rank is paused, or a node cut off.",
 )
 @click.option("--when", default="", metavar="step=N", help="Once this step is done. Default: now.")
 @click.option(
@@ -47,19 +49,20 @@ _RANK = click.IntRange(min=0, max=MOST_RANKS - 1)
 @click.option("--force", is_flag=True, help="Also where the job would end over it.")
 @click.option("--yes", is_flag=True, help="Do not ask. Needed where there is no terminal to ask at.")
 def drill(asked: Asked, when: str, yes: bool, **said: Any) -> None:
-    """Have a fault happen to JOB on purpose: a process dies, or hangs, or a node is lost.
+    """Have a fault happen to JOB on purpose: a process dies, or hangs, a node is lost, or cut off.
 
     JOB is a run, or the number of a Slurm job that has one. RANK is a rank's number; NODE is a node's name,
     or its number in the job, from 0. It is answered as any fault, and marked as a drill in all that is
-    recorded of it. It counts against no budget; but a node whose agent was killed is out of the job. Where
-    the job would end over it, that is refused. It is asked of the daemon of this node, which must be one of
-    the job's; the job's owner may do it, and root.
+    recorded of it. It counts against no budget; but a node whose agent was killed, or which was cut off for
+    too long, is out of the job. Where the job would end over it, that is refused. It is asked of the daemon
+    of this node, which must be one of the job's; the job's owner may do it, and root; a cut root alone.
 
     \b
     Example:
         ckptctl drill 4711 --kill-rank 3 --when step=2000
         ckptctl drill 4711 --pause 0 --for 60
         ckptctl drill 4711 --kill-agent node02
+        ckptctl drill 4711 --cut node02 --for 30
     """
     question = _question(asked.named, _step(when), **said)
     kind, target = question.kind, question.target
@@ -76,13 +79,13 @@ def _question(
     """Return the question; `fault` has a target for one of KINDS. Raises UsageError for what nobody does."""
     chosen = [(KINDS[option], str(target)) for option, target in fault.items() if target is not None]
     if len(chosen) != 1:
-        raise UsageError("say one of --kill-rank, --pause and --kill-agent")
+        raise UsageError("say one of --kill-rank, --pause, --kill-agent and --cut")
     ((kind, target),) = chosen
     if not (0 < len(target) <= MAX_NAME and target.isprintable()):
         raise UsageError("NODE is a name: give it")
     # What is not a number is not greater than any.
-    if (for_s is not None and for_s > 0) is not (kind == "pause-rank"):
-        raise UsageError("--pause needs --for SECONDS, and nothing else takes it")
+    if (for_s is not None and for_s > 0) is not (kind in DRILLS_WITH_LENGTH):
+        raise UsageError("--pause and --cut need --for SECONDS, and nothing else takes it")
     return DrillJob(
         protocol=PROTOCOL,
         job=run,

@@ -5,6 +5,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from typing import Literal
 
+from ckptless.daemon.ckptlessd import cutting
 from ckptless.daemon.ckptlessd.admission import EventQuota
 from ckptless.daemon.ckptlessd.cluster import Cluster
 from ckptless.daemon.ckptlessd.local_agent import LocalAgent
@@ -16,13 +17,15 @@ from ckptless.daemon.ckptlessd.session import JobSession, Memory, next_identity
 from ckptless.daemon.ckptlessd.unix_server import Client
 from ckptless.daemon.ledger.writer import LedgerWriter
 from ckptless.daemon.protocol import messages as m
+from ckptless.daemon.protocol.errors import StartError
 from ckptless.daemon.protocol.peers import messages as p
 from ckptless.daemon.protocol.peers.agreement import Decided, Durable
-from ckptless.daemon.protocol.records import GIVEN_BACK, Record, printable
+from ckptless.daemon.protocol.records import DRILL, GIVEN_BACK, Record, printable
 from ckptless.daemon.protocol.saving import Saved, SaveDone
 from ckptless.daemon.settings.config import Timers
 from ckptless.daemon.transport.credentials import Credentials
 from ckptless.daemon.transport.handshake import new_key
+from ckptless.daemon.transport.tasks import Tasks
 
 # A look at a silent node takes this part of the time after which it counts as dark.
 LOOK_PART = 1 / 3
@@ -40,6 +43,7 @@ class Surroundings:
     credentials: Credentials
     ledger: LedgerWriter
     cluster: Cluster
+    tasks: Tasks
     tally: Tally = field(default_factory=Tally)
 
 
@@ -240,6 +244,17 @@ class JobHost:
                 failed(reason)
 
         self._around.ledger.save_vote(self.job, (identity, durable), written, refused)
+
+    def cut_network(self, for_s: float) -> None:
+        """See session.Outlets."""
+        # The daemon's: this job may be over here before that is.
+        self._around.tasks.spawn(self._cut_network(for_s))
+
+    async def _cut_network(self, for_s: float) -> None:
+        try:
+            await cutting.cut_network(for_s)
+        except StartError as error:
+            self.note("warning", DRILL, f"node-{self.roster.me} is not cut off: {error}")
 
     def ask_witness(self, nodes: Sequence[int], ours: Sequence[int]) -> None:
         """See session.Outlets."""

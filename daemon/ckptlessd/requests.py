@@ -7,6 +7,7 @@ import os
 import re
 import time
 from collections.abc import Iterable
+from ipaddress import ip_address
 from typing import Literal
 
 from ckptless.daemon.ckptlessd.job_host import JobHost
@@ -15,6 +16,7 @@ from ckptless.daemon.ckptlessd.recovery.events import NodeLost
 from ckptless.daemon.ckptlessd.recovery.job_state import JobState
 from ckptless.daemon.protocol.limits import MOST_RANKS
 from ckptless.daemon.protocol.messages import PROTOCOL, Drill, Wish
+from ckptless.daemon.protocol.model import DRILLS_OF_NODES, DRILLS_WITH_LENGTH
 from ckptless.daemon.protocol.records import GIVEN_BACK
 from ckptless.daemon.protocol.requests import Drilled, DrillJob, Evict, Evicted, Resized, ResizeJob
 from ckptless.daemon.protocol.saving import Save, Saved
@@ -90,16 +92,18 @@ def drill(jobs: Iterable[JobHost], asked: DrillJob, uid: int) -> Drilled:
 def _read_drill(run: JobHost, asked: DrillJob, uid: int) -> Drill | str:
     """The drill that is meant, or why there is none."""
     rank = node = None
-    if asked.kind == "kill-agent":
+    if asked.kind in DRILLS_OF_NODES:
         node = eviction.find_node(asked.target, [run.name_of(number) for number in run.roster.nodes])
         if node is None:
             return f"job {run.job} has no node {asked.target!r}"
+        if asked.kind == "cut-node" and (why := _no_cut(run, node, uid)) is not None:
+            return why
     elif re.fullmatch("[0-9]{1,9}", asked.target) and int(asked.target) < MOST_RANKS:
         rank = int(asked.target)
     else:
         return f"job {run.job} has no rank {asked.target!r}"
-    if (asked.for_s > 0) is not (asked.kind == "pause-rank"):
-        return "a pause has a length, and nothing else has"
+    if (asked.for_s > 0) is not (asked.kind in DRILLS_WITH_LENGTH):
+        return "a pause and a cut have a length, and nothing else has"
     return Drill(
         kind=asked.kind,
         rank=rank,
@@ -109,6 +113,16 @@ def _read_drill(run: JobHost, asked: DrillJob, uid: int) -> Drill | str:
         force=asked.force,
         uid=uid,
     )
+
+
+def _no_cut(run: JobHost, node: int, uid: int) -> str | None:
+    """Return why this node is not cut off from the network, or None."""
+    if uid != 0:
+        return "only root may cut a node off from the network: whatever else is on it is cut off, too"
+    where = run.session.agent_address(node)
+    if where is not None and ip_address(where[0]).is_loopback:
+        return "the job's nodes are all on this machine, with no network between them that could be cut"
+    return None
 
 
 def resize(jobs: Iterable[JobHost], asked: ResizeJob, uid: int) -> Resized:

@@ -109,12 +109,12 @@ class Service:
         self.ledger.on_set_aside = self._set_aside
         self.retention = RETENTION
         self._reader = LedgerReader(state_dir / LEDGER_FILE)
-        self._around = Surroundings(self.now, config.timers, credentials, self.ledger, cluster)
+        self._tasks = Tasks()
+        self._around = Surroundings(self.now, config.timers, credentials, self.ledger, cluster, self._tasks)
         self.requeue_memory = RequeueMemory(config.keep, self.now)
         self.requeue_memory.on_event = self._kept
         self._jobs: dict[str, JobHost] = {}
         self._admitting = asyncio.Lock()
-        self._tasks = Tasks()
         # Of a local run's node nobody looks at the health.
         self.health: Health | None = None
         self.on_tick: Callable[[], None] = lambda: None

@@ -58,6 +58,9 @@ class Outlets(Protocol):
     def save(self, durable: Durable, then: Callable[[], None], failed: Callable[[str], None]) -> None:
         """Keep it on the disk, in the order of the calls, then call `then`; or `failed`, with the reason."""
 
+    def cut_network(self, for_s: float) -> None:
+        """Cut this node off from the network for so long; a drill."""
+
     def ask_witness(self, nodes: Sequence[int], ours: Sequence[int]) -> None:
         """See edges.AskWitness; the answer, if there is one, is fed as edges.Witnessed."""
 
@@ -247,7 +250,7 @@ class JobSession:
                 pass  # of a node that is lost itself, or not the control plane's business
         return ()
 
-    def _carry(self, output: e.Output) -> None:  # a line for each kind of output
+    def _carry(self, output: e.Output) -> None:  # noqa: C901  # a line for each kind of output
         match output:
             case e.Broadcast():
                 self.say(None, p.Ordered(job=self.job, term=output.term, order=output.order))
@@ -267,6 +270,8 @@ class JobSession:
                 self._outlets.save(output.durable, lambda: self._saved(output), failed)
             case e.AskWitness():
                 self._outlets.ask_witness(output.nodes, output.ours)
+            case e.CutNetwork():
+                self._outlets.cut_network(output.for_s)
             case e.NodeIsDark():
                 self._outlets.node_is_dark(output.node, output.reason, output.state)
 

@@ -457,7 +457,10 @@ class Wish(Value, frozen=True, kw_only=True):
 #   kill-rank   a rank's process ends by SIGKILL
 #   pause-rank  it is stopped (SIGSTOP), and goes on after `for_s` (SIGCONT)
 #   kill-agent  a node's agent ends by SIGKILL, and its ranks with it: the node is lost
-DrillKind = Literal["kill-rank", "pause-rank", "kill-agent"]
+#   cut-node    nothing comes into a node or out of it for `for_s`, as if its cable were pulled
+DrillKind = Literal["kill-rank", "pause-rank", "kill-agent", "cut-node"]
+DRILLS_OF_NODES: tuple[DrillKind, ...] = ("kill-agent", "cut-node")
+DRILLS_WITH_LENGTH: tuple[DrillKind, ...] = ("pause-rank", "cut-node")
 
 
 class Drill(Value, frozen=True, kw_only=True):
@@ -475,7 +478,7 @@ class Drill(Value, frozen=True, kw_only=True):
     uid: Uid
 
     def __post_init__(self) -> None:
-        of_node = self.kind == "kill-agent"
+        of_node = self.kind in DRILLS_OF_NODES
         if (self.node is not None) is not of_node or (self.rank is not None) is of_node:
             raise ValueError(f"{self.kind} of rank {self.rank}, node {self.node}")
 
@@ -484,6 +487,8 @@ class Drill(Value, frozen=True, kw_only=True):
         """What it does, as a sentence."""
         if self.kind == "kill-agent":
             return f"the agent of node-{self.node} is killed"
+        if self.kind == "cut-node":
+            return f"node-{self.node} is cut off from the network for {self.for_s:g} s"
         if self.kind == "kill-rank":
             return f"rank {self.rank}'s process is killed"
         return f"rank {self.rank}'s process is paused for {self.for_s:g} s"

@@ -75,6 +75,9 @@ class Wires:
     def node_is_dark(self, node: int, reason: str, state: str) -> None:
         pass
 
+    def cut_network(self, for_s: float) -> None:
+        pass
+
     def save(self, durable: Durable, then: Any, failed: Any) -> None:
         then()
 

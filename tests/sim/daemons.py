@@ -393,6 +393,12 @@ class Daemon:
     def node_is_dark(self, node: int, reason: str, state: e.DarkState) -> None:
         """See session.Outlets: there is no cluster's manager here."""
 
+    def cut_network(self, for_s: float) -> None:
+        """See session.Outlets. There is one cable to pull at a time."""
+        if not self.world.network.broken:
+            self.world.struck += 1
+            self.world.network.cut(frozenset({self.node}), for_s)
+
     def save(self, durable: Durable, then: Callable[[], None], failed: Callable[[str], None]) -> None:
         """See session.Outlets. A disk takes its time; `_tear`: what it has got when the daemon dies."""
         self._votes.append((durable, then, failed))

@@ -206,6 +206,9 @@ class Node:
     def node_is_dark(self, node: int, reason: str, state: e.DarkState) -> None:
         pass
 
+    def cut_network(self, for_s: float) -> None:
+        raise AssertionError(for_s)
+
     def save(self, durable: Durable, then: Callable[[], None], failed: Callable[[str], None]) -> None:
         self.cluster.clock.after(DISK_S, then)
 

@@ -2,19 +2,20 @@
 
 from collections.abc import Iterator
 from random import Random
+from typing import get_args
 
 import pytest
 
 from ckptless.daemon.ckptlessd.recovery import eviction
 from ckptless.daemon.protocol import messages as m
-from ckptless.daemon.protocol.model import DrillKind
+from ckptless.daemon.protocol.model import DRILLS_OF_NODES, DRILLS_WITH_LENGTH, DrillKind
 
 from .world import World
 
 SEEDS = 300
 BATCHES = 5
 LATEST_S = 6.0
-KINDS: tuple[DrillKind, ...] = ("kill-rank", "kill-agent", "pause-rank")
+KINDS: tuple[DrillKind, ...] = get_args(DrillKind)
 
 
 def someone_asks(world: World, random: Random) -> Iterator[bool]:
@@ -28,13 +29,13 @@ def someone_asks(world: World, random: Random) -> Iterator[bool]:
     if control is None or control.outcome is not None or eviction.cannot_say(control) is not None:
         return
     ranks = len(control.assignment.places) if control.assignment is not None else 1
-    of_node = kind == "kill-agent"
+    of_node = kind in DRILLS_OF_NODES
     drill = m.Drill(
         kind=kind,
         rank=None if of_node else target % ranks,
         node=target if of_node else None,
         step=random.choice((0, 0, 4)),
-        for_s=2.0 if kind == "pause-rank" else 0.0,
+        for_s=2.0 if kind in DRILLS_WITH_LENGTH else 0.0,
         uid=0,
     )
     if eviction.drill_refusal(control, drill) or control.drills.busy(control.generation, world.events.now):

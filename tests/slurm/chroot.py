@@ -29,6 +29,7 @@ SLURM_PACKAGES = (
     "slurm-wlm-basic-plugins",
     "munge",
     "iproute2",
+    "nftables",
     # to build the SPANK plugin, and to run the tests inside
     "libslurm-dev",
     "gcc",

@@ -394,6 +394,28 @@ def test_drills_of_its_user(site: Cluster) -> None:
     assert {"died", "node-lost"} <= {fault.kind for fault in faults}
 
 
+def test_a_node_is_cut_off_by_a_drill(site: Cluster) -> None:
+    """No cable is pulled: its own daemon has the kernel drop what comes and goes."""
+    job = Training(site, steps=200).submit()
+    job.trains()
+    words = ("ckptctl", "drill", "--yes", str(job.job_id), "--cut", "node02", "--for", "8")
+    refused = site.run("node04", *words, user=USER, check=False)
+    assert refused.returncode == 1
+    assert "only root may cut a node off" in refused.stderr
+    site.run("node04", *words, user="root")
+    job.trains(2)
+    assert node_of(job, 1) == "node05"
+    # Slurm hears of nothing, and the node comes back.
+    back = lambda: not site.run("node02", "nft", "list ruleset").stdout  # noqa: E731
+    job.wait(back, "the cut is over", 30.0)
+    assert not any(state.startswith(("down", "drain")) for state in site.node_states().values())
+    job.ended()
+    job.same_bits()
+    faults = [fault for fault in job.ledger().faults if fault.job == job.run_name]
+    assert {fault.source for fault in faults} == {"drill"}, job.story()
+    assert "node-lost" in {fault.kind for fault in faults}
+
+
 def test_our_daemons_are_killed_in_training_and_in_a_recovery(site: Cluster) -> None:
     faults = [{"where": "forward", "kind": "kill", "rank": 1, "step": 30}]
     job = Training(site, faults, steps=80).submit()

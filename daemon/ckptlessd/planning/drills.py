@@ -66,6 +66,12 @@ class Drills:
         struck = self.struck
         return struck is not None and (struck.drill.node, struck.generation) == (node, generation)
 
+    def cuts_off(self, node: int, generation: int, now: float) -> bool:
+        """Whether this node is silent since a drill has cut it off."""
+        struck = self.struck
+        cut = struck is not None and struck.drill.kind == "cut-node" and self.ends_agent(node, generation)
+        return cut and now <= self._over_s + self._marks_s
+
     def marked(self, finding: Finding, generation: int, now: float) -> Finding:
         """Return the finding, with the drill as its source where it follows from that."""
         struck = self.struck

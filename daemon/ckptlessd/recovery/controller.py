@@ -9,6 +9,7 @@ hears too few of the others decides nothing, and ends its ranks (`fencing`).
 """
 
 from collections.abc import Iterable, Mapping
+from dataclasses import replace
 from typing import cast
 
 from ckptless.daemon.ckptlessd.consensus.agreement import Agreement
@@ -126,7 +127,10 @@ class Controller:
             case e.Unwell() | e.Drained():
                 self._leaving(event)
             case e.NodeLost():
-                job.lose(event)
+                drilled = event.source == "membership" and job.drills.cuts_off(
+                    event.node, job.generation, now
+                )
+                job.lose(replace(event, source="drill", dark=False) if drilled else event)
             case e.DrillAsked():
                 self._following.drill_asked(event, now)
             case e.OrderFrom():

@@ -212,6 +212,13 @@ class Write:
 
 
 @dataclass(frozen=True)
+class CutNetwork:
+    """Cut this node off from the network for so long: a drill."""
+
+    for_s: float
+
+
+@dataclass(frozen=True)
 class NodeIsDark:
     """The cluster's manager should know that a node does not answer (said by the leader only).
 
@@ -235,4 +242,6 @@ class AskWitness:
     ours: tuple[int, ...]
 
 
-Output: TypeAlias = Broadcast | ToAgent | Forward | Meet | Write | NodeIsDark | Tell | Save | AskWitness
+Output: TypeAlias = (
+    Broadcast | ToAgent | Forward | Meet | Write | CutNetwork | NodeIsDark | Tell | Save | AskWitness
+)

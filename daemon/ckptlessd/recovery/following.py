@@ -13,7 +13,15 @@ from ckptless.daemon.ckptlessd.planning.event_lines import Line
 from ckptless.daemon.ckptlessd.planning.faults import NodeView
 from ckptless.daemon.ckptlessd.planning.sources import Same, once
 from ckptless.daemon.ckptlessd.recovery.election import Election
-from ckptless.daemon.ckptlessd.recovery.events import DrillAsked, Forward, OrderFrom, Report, Stage, ToAgent
+from ckptless.daemon.ckptlessd.recovery.events import (
+    CutNetwork,
+    DrillAsked,
+    Forward,
+    OrderFrom,
+    Report,
+    Stage,
+    ToAgent,
+)
 from ckptless.daemon.ckptlessd.recovery.job_state import JobState, introduction
 from ckptless.daemon.ckptlessd.recovery.snapshots import NODES_A_SECOND, REPORT_INTERVAL_S, Snapshots
 from ckptless.daemon.protocol import messages as m
@@ -167,7 +175,10 @@ class Following:
         if isinstance(order, m.Strike):
             # A daemon that has just started may not know the job's limits: its agent has to tell.
             job.drills.strike(order, now, job.spec.limits.stall_s if job.spec is not None else 0.0)
-            job.out.append(ToAgent(order))
+            if order.drill.kind != "cut-node":
+                job.out.append(ToAgent(order))
+            elif order.place.node == job.me:
+                job.out.append(CutNetwork(order.drill.for_s))
             return
         if kind is self._obeyed and job.follows:
             # Said again: what this node has reported since may be what the leader waits for.

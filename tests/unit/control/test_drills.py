@@ -32,6 +32,7 @@ DAEMON = os.getuid()
 KILL = m.Drill(kind="kill-rank", rank=1, uid=OWNER)
 PAUSE = m.Drill(kind="pause-rank", rank=1, for_s=20.0, uid=OWNER)
 LOSE = m.Drill(kind="kill-agent", node=1, uid=OWNER)
+CUT = m.Drill(kind="cut-node", node=1, for_s=30.0, uid=0)
 NOW, STALL_S = 100.0, 60.0
 DIED = m.Cause(kind="died", text="was ended by SIGKILL")
 
@@ -55,6 +56,8 @@ def finding(kind: str, node: int = 1, slot: int | None = 0) -> Finding:
         {"kind": "pause-rank", "rank": 1, "node": 1},
         {"kind": "kill-agent", "rank": 1},
         {"kind": "kill-agent"},
+        {"kind": "cut-node", "rank": 1},
+        {"kind": "cut-node"},
     ],
 )
 def test_a_drill_is_of_a_rank_or_of_a_node(fields: dict[str, Any]) -> None:
@@ -83,7 +86,7 @@ def test_of_one_asked_for_elsewhere_nothing_is_told() -> None:
     assert drills.busy(1, NOW) is None
 
 
-@pytest.mark.parametrize(("drill", "over_s"), [(KILL, 0.0), (LOSE, 0.0), (PAUSE, 20.0)])
+@pytest.mark.parametrize(("drill", "over_s"), [(KILL, 0.0), (LOSE, 0.0), (PAUSE, 20.0), (CUT, 30.0)])
 def test_one_is_under_way_until_it_is_found(drill: m.Drill, over_s: float) -> None:
     drills = Drills()
     drills.ask(drill, NOW, here=True)
@@ -94,7 +97,7 @@ def test_one_is_under_way_until_it_is_found(drill: m.Drill, over_s: float) -> No
     assert drills.busy(2, NOW) is None, "there has been a recovery since"
 
 
-@pytest.mark.parametrize("drill", [KILL, PAUSE, LOSE])
+@pytest.mark.parametrize("drill", [KILL, PAUSE, LOSE, CUT])
 @pytest.mark.parametrize(
     ("kind", "node", "slot", "of_rank", "of_node"),
     [
@@ -135,6 +138,18 @@ def test_which_agent_ends_by_it() -> None:
     assert drills.ends_agent(1, 1)
     assert not drills.ends_agent(2, 1)
     assert not drills.ends_agent(1, 2)
+
+
+def test_which_node_is_silent_by_it() -> None:
+    drills = Drills()
+    assert not drills.cuts_off(1, 1, NOW)
+    drills.strike(struck_by(LOSE), NOW, STALL_S)
+    assert not drills.cuts_off(1, 1, NOW)
+    drills.strike(struck_by(CUT), NOW, STALL_S)
+    assert drills.cuts_off(1, 1, NOW + CUT.for_s + STALL_S)
+    assert not drills.cuts_off(1, 1, NOW + CUT.for_s + STALL_S + 0.1), "it has come to nothing"
+    assert not drills.cuts_off(2, 1, NOW)
+    assert not drills.cuts_off(1, 2, NOW)
 
 
 @pytest.mark.parametrize(
@@ -364,6 +379,27 @@ def test_a_lost_node_is_told_as_a_drill_and_is_not_dark() -> None:
     assert (assignment.rung, assignment.places[1]) == ("spare", m.Place(node=3, slot=0))
 
 
+@pytest.mark.parametrize(("source", "told_as"), [("membership", "drill"), ("slurm", "slurm")])
+def test_a_node_that_is_cut_off_is_told_as_a_drill_and_is_not_dark(source: Any, told_as: str) -> None:
+    """Whatever else says that it is lost is no drill."""
+    job = Job()
+    asks(job, CUT)
+    found = job.node.feed(lost_by(1, "silent", dark=True, source=source))
+    assert [(row.kind, row.source) for row in rows(found, FaultRecord)] == [("node-lost", told_as)]
+    assert bool(found.dark_states) is (told_as != "drill")
+
+
+@pytest.mark.parametrize("me", [1, 2])
+def test_its_own_daemon_cuts_a_node_off(me: int) -> None:
+    """Nobody else does, and no agent hears of it."""
+    node = Node(me, NODES)
+    found = node.feed(e.OrderFrom(0, 1, struck_by(CUT)))
+    cuts = [out for out in found.outputs if isinstance(out, e.CutNetwork)]
+    assert cuts == ([e.CutNetwork(30.0)] if me == 1 else [])
+    assert [out for out in found.outputs if isinstance(out, e.ToAgent)] == []
+    assert node.control.job.drills.struck == struck_by(CUT)
+
+
 # ------------------------------------------------------------------------------------------ the answer
 
 
@@ -375,6 +411,7 @@ class Run:
     job: str = "4711"
     uid: int = OWNER
     drills: list[tuple[m.Drill, float]] = field(default_factory=list)
+    address: str = "10.0.0.2"
 
     @property
     def roster(self) -> Roster:
@@ -389,7 +426,11 @@ class Run:
 
     @property
     def session(self) -> SimpleNamespace:
-        return SimpleNamespace(control=self.node.control.job, drill=lambda *said: self.drills.append(said))
+        return SimpleNamespace(
+            control=self.node.control.job,
+            drill=lambda *said: self.drills.append(said),
+            agent_address=lambda _node: (self.address, 1),
+        )
 
     def asked(
         self, kind: DrillKind = "kill-rank", target: str = "1", uid: int = OWNER, **more: Any
@@ -434,6 +475,20 @@ def test_a_node_by_name_or_number(word: str) -> None:
     assert run.wanted == LOSE
 
 
+def test_root_alone_cuts_a_node_off_and_only_from_a_network() -> None:
+    run = Run()
+    verdict, text = run.asked("cut-node", "n01", uid=OWNER, for_s=30.0)
+    assert verdict == "refused"
+    assert text.startswith("only root may cut a node off")
+    for address in ("127.0.0.1", "127.0.0.9", "::1"):
+        here = Run(address=address)
+        verdict, text = here.asked("cut-node", "n01", uid=0, for_s=30.0)
+        assert verdict == "refused"
+        assert text.startswith("the job's nodes are all on this machine")
+    assert run.asked("cut-node", "n01", uid=0, for_s=30.0)[0] == "accepted"
+    assert run.wanted == CUT
+
+
 def test_a_spare_may_be_lost() -> None:
     assert Run().asked("kill-agent", "n03")[0] == "accepted"
 
@@ -463,9 +518,12 @@ def test_what_is_no_node(target: str) -> None:
     assert Run().asked("kill-agent", target) == ("refused", f"job 4711 has no node {target!r}")
 
 
-@pytest.mark.parametrize(("kind", "for_s"), [("pause-rank", 0.0), ("kill-rank", 1.0), ("kill-agent", 1.0)])
-def test_a_pause_alone_has_a_length(kind: DrillKind, for_s: float) -> None:
-    assert Run().asked(kind, for_s=for_s) == ("refused", "a pause has a length, and nothing else has")
+@pytest.mark.parametrize(
+    ("kind", "for_s"), [("pause-rank", 0.0), ("kill-rank", 1.0), ("kill-agent", 1.0), ("cut-node", 0.0)]
+)
+def test_pauses_and_cuts_alone_have_a_length(kind: DrillKind, for_s: float) -> None:
+    text = "a pause and a cut have a length, and nothing else has"
+    assert Run().asked(kind, uid=0, for_s=for_s) == ("refused", text)
 
 
 def test_a_node_that_is_out() -> None:

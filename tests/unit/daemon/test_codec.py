@@ -239,7 +239,7 @@ def test_a_drill_is_taken_strictly(change: dict[str, object]) -> None:
 @pytest.mark.parametrize(
     "drill",
     [
-        *({"kind": kind} for kind in ("kill-rank", "pause-rank", "kill-agent")),
+        *({"kind": kind} for kind in ("kill-rank", "pause-rank", "kill-agent", "cut-node")),
         {"kind": "kill-rank", "rank": 1, "node": 1},
         {"kind": "kill-agent", "rank": 1},
         {"kind": "kill-agent", "node": 1 << 16},

@@ -56,6 +56,7 @@ def ask(path: Path, answer: Drilled, *words: str, **more: Any) -> tuple[click.te
         (("--kill-rank", "0"), {"kind": "kill-rank", "target": "0"}),
         (("--pause", "0", "--for", "2.5"), {"kind": "pause-rank", "target": "0", "for_s": 2.5}),
         (("--kill-agent", "n02"), {"kind": "kill-agent", "target": "n02"}),
+        (("--cut", "n02", "--for", "30"), {"kind": "cut-node", "target": "n02", "for_s": 30.0}),
         (
             (*KILL, "--when", "step=2000", "--deadline", "30", "--force"),
             {"kind": "kill-rank", "target": "3", "step": 2000, "deadline_s": 30.0, "force": True},
@@ -95,10 +96,11 @@ def test_exit_codes_and_json(tmp_path: Path, answer: Drilled, code: int) -> None
 @pytest.mark.parametrize(
     ("words", "says"),
     [
-        ((), "say one of --kill-rank, --pause and --kill-agent"),
-        ((*KILL, "--kill-agent", "n02"), "say one of --kill-rank, --pause and --kill-agent"),
-        (("--pause", "0"), "--pause needs --for SECONDS"),
-        ((*KILL, "--for", "2"), "--pause needs --for SECONDS, and nothing else takes it"),
+        ((), "say one of --kill-rank, --pause, --kill-agent and --cut"),
+        ((*KILL, "--kill-agent", "n02"), "say one of --kill-rank, --pause, --kill-agent and --cut"),
+        (("--pause", "0"), "--pause and --cut need --for SECONDS"),
+        (("--cut", "n02"), "--pause and --cut need --for SECONDS"),
+        ((*KILL, "--for", "2"), "--pause and --cut need --for SECONDS, and nothing else takes it"),
         (("--pause", "0", "--for", "0"), "--for"),
         (("--pause", "0", "--for", "3601"), "--for"),
         (("--pause", "0", "--for", "nan"), "--for"),
