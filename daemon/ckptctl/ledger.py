@@ -49,7 +49,7 @@ def export(asked: Asked, every: bool, sqlite: Path | None) -> None:
     """
     if every and asked.job is not None:
         raise UsageError(f"--all is of all jobs, and {asked.job} is one: give one of them")
-    names = [job.job for job in view.all_jobs(asked)] if every else [asked.job]
+    names = [*view.all_jobs(asked)] if every else [asked.job]
     records = [
         row for name in names for row in _rows(view.job_of(replace(asked, job=name), events=True).snapshot)
     ]

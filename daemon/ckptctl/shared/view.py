@@ -36,14 +36,14 @@ class Found(NamedTuple):
     source: LedgerSource
 
 
-def all_jobs(asked: Asked) -> tuple[JobRecord, ...]:
-    """Every job that the asker may see, or those that were asked for, the newest last."""
+def all_jobs(asked: Asked) -> dict[str, tuple[JobRecord, LedgerSource]]:
+    """Every job that the asker may see, or those that were asked for, by name, the newest last."""
     places = sources(asked, events=False)
-    found = {job.job: job for source in places for job in source.jobs.jobs}
-    wanted = [job for job in found.values() if asked.job is None or _is(job, asked.job)]
+    found = {job.job: (job, source) for source in places for job in source.jobs.jobs}
+    wanted = [one for one in found.values() if asked.job is None or _is(one[0], asked.job)]
     if asked.job is not None and not wanted:
         raise _none(f"job {asked.job}", places)
-    return tuple(sorted(wanted, key=_age))
+    return {one[0].job: one for one in sorted(wanted, key=lambda one: _age(one[0]))}
 
 
 def job_of(asked: Asked, *, events: bool | Collection[str] = False) -> Found:

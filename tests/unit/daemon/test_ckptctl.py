@@ -203,6 +203,23 @@ def test_jobs_json_is_the_records(run: Run) -> None:
     assert [msgspec.convert(job, JobRecord) for job in found["jobs"]] == [OLD, JOB]
 
 
+def test_what_befell_each(run: Run) -> None:
+    told = document(run("jobs", "--history", "--json"))["history"]
+    assert told["6"] == {
+        "faults": 0, "drills": 0, "nodes_lost": 0, "recoveries": 0,
+        "without_steps_s": 0.0, "longest_s": 0.0, "step": None,
+    }  # fmt: skip
+    assert told["7"] == {
+        "faults": 4, "drills": 0, "nodes_lost": 1, "recoveries": 1,
+        "without_steps_s": pytest.approx(0.01 * len(PHASES)),
+        "longest_s": pytest.approx(0.01 * len(PHASES)),
+        "step": 41,
+    }  # fmt: skip
+    header, _, new = lines(run("jobs", "--history"))
+    assert header.split()[:5] == ["job", "state", "started", "ran", "step"]
+    assert new.split()[0] == "7"
+
+
 def test_no_job_yet(tmp_path: Path) -> None:
     write(tmp_path / "ledger.db")
     result = invoke("--state-dir", str(tmp_path), "jobs")
