@@ -5,13 +5,19 @@ from __future__ import annotations
 import io
 import json
 import logging
+import re
+import socket
 from collections.abc import Iterator
 from contextlib import contextmanager
 from datetime import datetime
+from pathlib import Path
 from typing import Any
 
+import pytest
+
 from ckptless.daemon.protocol import log
-from ckptless.daemon.protocol.records import FaultRecord
+from ckptless.daemon.protocol.errors import UsageError
+from ckptless.daemon.protocol.records import FaultRecord, RecoveryRecord
 
 FAULT = FaultRecord(
     fault="g1.t1.1",
@@ -43,6 +49,87 @@ def logging_as(**options: Any) -> Iterator[io.StringIO]:
     finally:
         root.handlers[:] = before
         root.setLevel(level)
+
+
+@pytest.fixture
+def journal(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[socket.socket]:
+    """The end at which the journal listens."""
+    with socket.socket(socket.AF_UNIX, socket.SOCK_DGRAM) as one:
+        one.bind(str(tmp_path / "socket"))
+        one.settimeout(10)
+        yield one
+
+
+def alone(handler: logging.Handler) -> logging.Logger:
+    """A logger that has only this handler."""
+    logger = logging.getLogger(f"ckptless.{id(handler)}")
+    logger.propagate, logger.handlers = False, [handler]
+    logger.setLevel("INFO")
+    return logger
+
+
+def entry(data: bytes) -> list[tuple[str, str]]:
+    """The fields of an entry, as systemd.io/JOURNAL_NATIVE_PROTOCOL has them."""
+    found = []
+    while data:
+        line, _, data = data.partition(b"\n")
+        name, is_short, value = line.partition(b"=")
+        if not is_short:
+            nbytes = int.from_bytes(data[:8], "little")
+            value, end, data = data[8 : 8 + nbytes], data[8 + nbytes : 9 + nbytes], data[9 + nbytes :]
+            assert end == b"\n"
+        found.append((name.decode(), value.decode()))
+    return found
+
+
+def test_entries_of_the_journal(journal: socket.socket) -> None:
+    handler = log.Journal("ckptlessd[node01]", journal.getsockname())
+    logger = alone(handler)
+    recovery = RecoveryRecord(
+        job="4711",
+        generation=2,
+        rung="process",
+        faults=("g1.t1.1", "g1.t1.2"),
+        restore_step=None,
+        started_s=13.0,
+        phases={},
+        outcome=None,
+    )
+    logger.warning("job %s: fault", "4711", extra=log.about(FAULT))
+    logger.info("two\nlines = \udcff")
+    logger.error("recovered", extra=log.about(recovery))
+    first, second, third = (entry(journal.recv(1 << 16)) for _ in range(3))
+    fields = dict(first)
+    assert fields["MESSAGE"] == "job 4711: fault"
+    assert fields["PRIORITY"] == "4"
+    assert fields["CKPTLESS_WHO"] == "ckptlessd[node01]"
+    assert (fields["CKPTLESS_JOB"], fields["CKPTLESS_FAULT"], fields["CKPTLESS_RANK"]) == (
+        "4711",
+        "g1.t1.1",
+        "1",
+    )
+    assert dict(second)["MESSAGE"] == "two\nlines = \\udcff"
+    assert [value for name, value in third if name == "CKPTLESS_FAULTS"] == ["g1.t1.1", "g1.t1.2"]
+    assert "CKPTLESS_RESTORE_STEP" not in dict(third), "nothing is no value"
+    for name, _ in (*first, *second, *third):
+        assert re.fullmatch("[A-Z][A-Z0-9_]{0,63}", name)
+    handler.close()
+
+
+def test_where_there_is_no_journal(tmp_path: Path) -> None:
+    with pytest.raises(UsageError, match=r"log_format is journal, and .* takes nothing"):
+        log.Journal("n", str(tmp_path / "none"))
+
+
+def test_what_the_journal_does_not_take_is_told_on_standard_error(
+    journal: socket.socket, capsys: pytest.CaptureFixture[str]
+) -> None:
+    handler = log.Journal("n", journal.getsockname())
+    Path(journal.getsockname()).unlink()
+    logger = alone(handler)
+    logger.warning("its words")
+    assert "its words" in capsys.readouterr().err
+    handler.close()
 
 
 def test_a_line_of_json_has_what_it_tells_of() -> None:
