@@ -8,7 +8,7 @@ import click
 from msgspec import structs
 
 from ckptless.daemon.ckptctl.shared import render, view
-from ckptless.daemon.ckptctl.shared.options import Asked, of_job
+from ckptless.daemon.ckptctl.shared.options import Asked, of_job, watched
 from ckptless.daemon.ledger.merge import Snapshot
 from ckptless.daemon.ledger.precedence import ENDED
 from ckptless.daemon.protocol.limits import size_text
@@ -22,6 +22,7 @@ BOTTLENECK = 0.1
 
 @click.command()
 @of_job
+@watched
 def data(asked: Asked) -> None:
     """Show a job's batches: how many lie ready on each node, and how long ranks wait for theirs.
 

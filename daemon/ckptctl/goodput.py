@@ -7,7 +7,7 @@ from pathlib import Path
 import click
 
 from ckptless.daemon.ckptctl.shared import render, view
-from ckptless.daemon.ckptctl.shared.options import Asked, as_png, of_job
+from ckptless.daemon.ckptctl.shared.options import Asked, as_png, of_job, watched
 from ckptless.daemon.ckptctl.shared.source import LedgerSource, sources
 from ckptless.daemon.ckptlessd.planning.goodput import CLASSES, KINDS, Account, History, of_run, of_runs
 from ckptless.daemon.protocol.errors import CkptlessError, UsageError
@@ -32,6 +32,7 @@ _DAY_S, _HOUR_S = 86400.0, 3600.0
 )
 @as_png("classes of each job")
 @of_job
+@watched
 def goodput(asked: Asked, every: bool, days: float | None, price: float | None, png: Path | None) -> None:
     """Show where the time of a job's GPUs went: training, or what else.
 

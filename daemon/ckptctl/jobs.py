@@ -6,7 +6,7 @@ from typing import Any, NamedTuple
 import click
 
 from ckptless.daemon.ckptctl.shared import render, view
-from ckptless.daemon.ckptctl.shared.options import Asked, of_job
+from ckptless.daemon.ckptctl.shared.options import Asked, of_job, watched
 from ckptless.daemon.ledger.merge import Snapshot
 from ckptless.daemon.protocol.records import JobRecord
 
@@ -30,6 +30,7 @@ class Befell(NamedTuple):
 @click.command()
 @click.option("--history", is_flag=True, help="Also what befell each: faults, lost nodes, recoveries.")
 @of_job
+@watched
 def jobs(asked: Asked, history: bool) -> None:
     """List the jobs, the newest last.
 

@@ -8,7 +8,7 @@ import click
 
 from ckptless.daemon.ckptctl import safety as safe
 from ckptless.daemon.ckptctl.shared import render, view
-from ckptless.daemon.ckptctl.shared.options import Asked, of_job
+from ckptless.daemon.ckptctl.shared.options import Asked, of_job, watched
 from ckptless.daemon.ledger.merge import Snapshot
 from ckptless.daemon.ledger.precedence import ENDED
 from ckptless.daemon.protocol.limits import runs, size_text
@@ -17,6 +17,7 @@ from ckptless.daemon.replication.protection import HeldCopy, Item
 
 @click.command()
 @of_job
+@watched
 def replicas(asked: Asked) -> None:
     """Show who holds what of a job's state: each shard, its ranks, and every node that has a copy of it.
 

@@ -8,7 +8,7 @@ from msgspec import structs
 
 from ckptless.daemon.ckptctl import safety as safe
 from ckptless.daemon.ckptctl.shared import render, view
-from ckptless.daemon.ckptctl.shared.options import Asked, of_job
+from ckptless.daemon.ckptctl.shared.options import Asked, of_job, watched
 from ckptless.daemon.ledger.merge import Snapshot
 from ckptless.daemon.protocol.records import (
     DRILL,
@@ -25,6 +25,7 @@ _LAST_FAULTS = 3
 
 @click.command()
 @of_job
+@watched
 def status(asked: Asked) -> None:
     """Show how a job stands, down to every slot.
 
@@ -39,7 +40,7 @@ def status(asked: Asked) -> None:
     \b
     Example:
         ckptctl status              the newest job
-        watch -n1 ckptctl status    as it goes
+        ckptctl status --watch 1    as it goes
     """
     job, found, _ = view.job_of(asked, events=REFUSALS | {DRILL, VOTE_LOST, VOTE_AGAIN})
     if asked.as_json:

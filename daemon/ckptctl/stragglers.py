@@ -7,7 +7,7 @@ import click
 from msgspec import structs
 
 from ckptless.daemon.ckptctl.shared import render, view
-from ckptless.daemon.ckptctl.shared.options import Asked, as_png, of_job
+from ckptless.daemon.ckptctl.shared.options import Asked, as_png, of_job, watched
 from ckptless.daemon.ckptlessd.planning.pace import Shares, Slow, shares, slow
 from ckptless.daemon.ledger.merge import Snapshot
 from ckptless.daemon.protocol.errors import CkptlessError
@@ -23,6 +23,7 @@ _ROWS = 32
 @click.option("--all", "everybody", is_flag=True, help=f"Show every rank, not the {_ROWS} slowest.")
 @as_png("ranks' steps")
 @of_job
+@watched
 def stragglers(asked: Asked, everybody: bool, png: Path | None) -> None:
     """Show which ranks hold up the others: who arrives last at collectives, by how much, and why.
 

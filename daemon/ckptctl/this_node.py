@@ -7,7 +7,7 @@ import click
 
 from ckptless.daemon.ckptctl.shared import render
 from ckptless.daemon.ckptctl.shared.ask import ask, sockets
-from ckptless.daemon.ckptctl.shared.options import Asked, common, of_job
+from ckptless.daemon.ckptctl.shared.options import Asked, common, of_job, watched
 from ckptless.daemon.protocol.errors import PeerError
 from ckptless.daemon.protocol.health import HealthReport, ProbeState, VerdictRecord, WhatIsWell
 from ckptless.daemon.protocol.keeping import KeptList, WhatIsKept
@@ -18,6 +18,7 @@ UNWELL = 1
 
 @click.command()
 @common
+@watched
 @click.option("--all", "everything", is_flag=True, help="Also what is over.")
 @click.option(
     "--exit-code",

@@ -9,7 +9,7 @@ import click
 import msgspec
 
 from ckptless.daemon.ckptctl.shared import render, view
-from ckptless.daemon.ckptctl.shared.options import Asked, as_png, of_job
+from ckptless.daemon.ckptctl.shared.options import Asked, as_png, of_job, watched
 from ckptless.daemon.protocol.errors import CkptlessError
 from ckptless.daemon.protocol.records import PHASES, RecoveryRecord
 
@@ -19,6 +19,7 @@ _ENOUGH = 3  # recoveries before a median says anything
 @click.command()
 @as_png("recoveries")
 @of_job
+@watched
 def timeline(asked: Asked, png: Path | None) -> None:
     """Show every recovery of a job, phase by phase, in milliseconds.
 

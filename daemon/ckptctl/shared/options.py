@@ -1,8 +1,11 @@
 """The options of every command: which job, where to read or ask, tables or JSON."""
 
+import contextlib
 import functools
+import io
 import os
 import sys
+import time
 from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
@@ -83,6 +86,44 @@ def for_job(command: Callable[Concatenate[Asked, ...], None]) -> Callable[..., N
     """The same for what is done to a job, which has to be named."""
     argument = click.argument("first_job", metavar="JOB")
     return argument(common(command))
+
+
+class _Page(io.StringIO):
+    """What a command shows in one look; it is laid out as for the terminal, if there is one."""
+
+    def __init__(self, terminal: bool) -> None:
+        super().__init__()
+        self._terminal = terminal
+
+    def isatty(self) -> bool:
+        """Whether it is to be read at a terminal."""
+        return self._terminal
+
+
+def watched(command: Callable[Concatenate[Asked, ...], None]) -> Callable[..., None]:
+    """Give a command --watch: what it shows is shown again and again, until Ctrl-C."""
+
+    def again(asked: Asked, *, watch_s: float | None, **own: Any) -> None:
+        if watch_s is None:
+            command(asked, **own)
+            return
+        with contextlib.suppress(KeyboardInterrupt):
+            while True:
+                page = _Page(sys.stdout.isatty())
+                with contextlib.redirect_stdout(page):
+                    command(asked, **own)
+                click.clear()
+                click.echo(page.getvalue(), nl=False)
+                time.sleep(watch_s)
+
+    functools.update_wrapper(again, command)
+    return click.option(
+        "--watch",
+        "watch_s",
+        type=click.FloatRange(0.2, 3600),
+        metavar="SECONDS",
+        help="Show it again every so many seconds, until Ctrl-C.",
+    )(again)
 
 
 def at_a_terminal() -> bool:

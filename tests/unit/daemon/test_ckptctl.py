@@ -185,6 +185,30 @@ def document(result: Result) -> Any:
     return found
 
 
+WATCHED = ("jobs", "status", "replicas", "data", "timeline", "stragglers", "goodput")
+
+
+@pytest.mark.parametrize("command", WATCHED)
+def test_it_is_shown_again_and_again(run: Run, monkeypatch: pytest.MonkeyPatch, command: str) -> None:
+    """Until Ctrl-C, which is no error; without a terminal one after the other."""
+    slept: list[float] = []
+
+    def sleep(seconds: float) -> None:
+        slept.append(seconds)
+        if len(slept) == 3:
+            raise KeyboardInterrupt
+
+    # The very same text each time: nothing of it is an age.
+    monkeypatch.setattr(time, "time", lambda: 100.0)
+    once = run(command)
+    monkeypatch.setattr(time, "sleep", sleep)
+    again = run(command, "--watch", "1.5")
+    assert (once.exit_code, again.exit_code, slept) == (0, 0, [1.5] * 3)
+    assert once.output
+    assert again.stdout == once.stdout * 3
+    assert run(command, "--watch", "0").exit_code == 2
+
+
 # jobs
 
 
