@@ -115,6 +115,7 @@ PEACE := --turns 2 --times 1 32 --for 10
 endif
 bench: $(STAMP)
 	$(BIN)/python -m tests.bench.crash $(CRASH) --json $(BENCH)/crash.json
+	$(BIN)/python -m tests.bench.dark $(DARK) --json $(BENCH)/dark.json
 	$(BIN)/python -m tests.bench.fire $(FIRE) --json $(BENCH)/fire.json
 	$(BIN)/python -m tests.bench.peace $(PEACE) --json $(BENCH)/peace.json
 	$(BIN)/python -m tests.bench.report

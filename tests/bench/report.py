@@ -148,7 +148,32 @@ def peace() -> str:
     return table(("", "samples times", "a step, ms", "longer by", "than", "CPU of the job, ms a step"), rows)
 
 
-PARTS: Mapping[str, Callable[[], str]] = {"crash": crash, "fire": fire, "peace": peace}
+NAMES = {
+    OURS: "ckptless",
+    "requeue": "sbatch --requeue, Slurm as it is",
+    "requeue-tuned": "sbatch --requeue, shortest times",
+}
+
+
+def dark() -> str:
+    """One table."""
+    runs = measured("dark")
+    ours = statistics.median(next(run["stalls_s"] for run in runs if run["system"] == OURS))
+    rows = [
+        (
+            NAMES[run["system"]],
+            len(run["stalls_s"]),
+            f"{statistics.median(run['stalls_s']):.2f}",
+            f"{max(run['stalls_s']):.2f}",
+            "" if run["system"] == OURS else f"{statistics.median(run['stalls_s']) / ours:.0f}",
+            f"{run['load']:.0f}",
+        )
+        for run in runs
+    ]
+    return table(("", "nodes", "median s", "most s", "as long as ours", "load"), rows)
+
+
+PARTS: Mapping[str, Callable[[], str]] = {"crash": crash, "dark": dark, "fire": fire, "peace": peace}
 
 
 def page(text: str) -> str:

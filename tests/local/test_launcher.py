@@ -197,8 +197,7 @@ def test_no_temporary_folder_is_left(tmp_path: Path, end: str) -> None:
         job.wait(DEADLINE_S)
         job.nothing_left()
         if "launcher" in end:
-            # Nobody is left to do it: the next start does.
-            assert folder.exists()
+            # Nobody is left to do it: the next start does, this one if no other test has been faster.
             SocketFolder(name).close()
         assert not folder.exists()
         # torch's cache of compiled code is meant to stay.
