@@ -14,7 +14,7 @@ from ckptless.daemon.protocol.codec import PROTOCOL
 from tests.unit.spank.native import REPOSITORY
 
 NAMES = ("ckptless", "ckptless-slurm", "ckptless-slurm-job-submit")
-COMMANDS = ("ckptless-run", "ckptless-doctor", "ckptctl", "ckptlessd")
+COMMANDS = ("ckptless", "ckptless-run", "ckptless-doctor", "ckptctl", "ckptlessd")
 YAML, LINE = "etc/ckptless/ckptless.yaml", "etc/slurm/plugstack.conf.d/ckptless.conf"
 MODULES = "usr/lib/ckptless/lib/"
 PAGES = sorted(f"usr/share/man/man{p.suffix[1]}/{p.name}.gz" for p in (REPOSITORY / "docs/man").iterdir())
