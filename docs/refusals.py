@@ -178,6 +178,7 @@ def modules() -> Iterator[Path]:
     """Yield every module of the product."""
     for room in ("daemon", "pytorch_hooks"):
         yield from sorted((ROOT / room).rglob("*.py"))
+    yield from sorted((ROOT / "src" / "ckptless").glob("*.py"))
 
 
 def refusals() -> list[Refusal]:

@@ -49,6 +49,11 @@ def test_every_refusal_says_what_to_do_or_the_page_does() -> None:
     assert silent == [], "say it in the sentence, or in docs/refusals.toml"
 
 
+def test_one_that_nobody_explains_is_found() -> None:
+    new = REFUSALS.Refusal("daemon/launch/new.py", "UsageError", "it is full")
+    assert REFUSALS.group_of(new).hint(new) is None
+
+
 def test_a_module_without_a_group_is_found() -> None:
     with pytest.raises(LookupError, match="is of no group"):
         REFUSALS.group_of(REFUSALS.Refusal("daemon/new/room.py", "UsageError", "it is full: make room"))
