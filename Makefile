@@ -145,7 +145,7 @@ lint: $(STAMP)
 
 types: $(STAMP)
 	$(BIN)/mypy
-	$(BIN)/mypy docs/options.py docs/events.py docs/metrics.py docs/site.py docs/api.py
+	$(BIN)/mypy docs/options.py docs/events.py docs/metrics.py docs/site.py docs/api.py docs/refusals.py
 	$(BIN)/mypy docs/demo
 	$(BIN)/mypy etc/packages
 
@@ -218,6 +218,11 @@ options: $(STAMP)
 .PHONY: events
 events: $(STAMP)
 	$(BIN)/python docs/events.py
+
+# docs/troubleshooting.md, its second part: the refusals in the code, with docs/refusals.toml.
+.PHONY: refusals
+refusals: $(STAMP)
+	$(BIN)/python docs/refusals.py
 
 # docs/api.md, of signatures and docstrings of what scripts may use.
 .PHONY: api

@@ -10,7 +10,8 @@ HEAD = """# Events
 Each line of a job's story (`ckptctl events`, and its daemons' logs) is of one of these kinds. The text behind
 the kind says who it was, and why; with `--json`, `about` has node, slot, rank and process. `ckptctl explain
 4711` tells the story in sentences, with what is to be done; `ckptctl explain --kind hung` says of one kind
-what stands here.
+what stands here. Sentences that refuse something, and trouble without a word:
+[troubleshooting](troubleshooting.md).
 """
 
 

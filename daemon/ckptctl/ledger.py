@@ -78,7 +78,7 @@ def _write(file: Path, records: list[Record]) -> None:
     if file.exists():
         raise UsageError(f"{file} is there already: name a new file")
     if not file.absolute().parent.is_dir():
-        raise UsageError(f"{file}: there is no folder {file.absolute().parent}")
+        raise UsageError(f"{file}: there is no folder {file.absolute().parent}: make it first")
     with Ledger.open(file) as made:
         made.write(records)
 

@@ -134,7 +134,7 @@ def resize(jobs: Iterable[JobHost], asked: ResizeJob, uid: int) -> Resized:
     why = eviction.cannot_say(control) if control.outcome is None else None
     if why is not None:
         return Resized(verdict="elsewhere", text=why)
-    why = _why_not(control, asked.nodes)
+    why = _resize_refusal(control, asked.nodes)
     if why is not None:
         return Resized(verdict="refused", text=f"job {run.job} stays as large as it is: {why}")
     assert control.assignment is not None
@@ -147,7 +147,7 @@ def resize(jobs: Iterable[JobHost], asked: ResizeJob, uid: int) -> Resized:
     return Resized(verdict="already" if already else "accepted", text=f"job {run.job} {words.format(many)}")
 
 
-def _why_not(job: JobState, nodes: int | None) -> str | None:
+def _resize_refusal(job: JobState, nodes: int | None) -> str | None:
     """Return why the job cannot train on so many nodes, or None."""
     spec = job.spec
     if job.outcome is not None:

@@ -293,7 +293,7 @@ def _argv(script: str, script_args: tuple[str, ...], *, module: bool) -> tuple[s
     if module:
         return (script, *script_args)
     if not Path(script).is_file():
-        raise UsageError(f"there is no script {script}")
+        raise UsageError(f"there is no script {script}: name one that there is, or -m MODULE")
     return (os.path.abspath(script), *script_args)  # noqa: PTH100  # a link stays the name that the user gave
 
 

@@ -107,7 +107,7 @@ def default_settings() -> Settings:
 
 def _settled(source: SettingsText, found: SettingsFile, file: Path | None) -> Settings:
     if found.daemon.port in SLURM_PORTS:
-        text = f"daemon.port is {found.daemon.port}, which is one of Slurm's own"
+        text = f"daemon.port is {found.daemon.port}, which is one of Slurm's own: choose another"
         raise source.mistake("daemon.port", text)
     _check_metrics(source, found.metrics)
     by_hand = {name: value for name, value in vars(found.timeouts).items() if value is not None}
@@ -151,7 +151,8 @@ def _domains(
             raise source.mistake(key, f"{key} has no nodes: name them, as in node[01-16], or leave it out")
         twice = next((node for node in nodes if home.setdefault(node, name) != name), None)
         if twice is not None:
-            raise source.mistake(key, f"{key} has {twice}, which is in {home[twice]} already")
+            text = f"{key} has {twice}, which is in {home[twice]} already: name it in one of them"
+            raise source.mistake(key, text)
         found[name] = nodes
     return found
 

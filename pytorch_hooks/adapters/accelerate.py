@@ -48,13 +48,13 @@ class _Made:
     def __init__(self, things: tuple[Any, ...]) -> None:
         if not isinstance(things, tuple) or not things or not isinstance(things[0], Accelerator):
             raise UsageError(
-                "the function given to keep is to return an Accelerator, then what it has prepared"
+                "the function given to keep must return an Accelerator, then what it has prepared"
             )
         self._accelerator: Any = things[0]
         if self._accelerator.distributed_type not in KNOWN and not self._accelerator.is_fsdp2:
             raise UsageError(
                 f"Accelerate with {self._accelerator.distributed_type.value} is not protected by ckptless, "
-                "which knows DDP and FSDP of version 2 there"
+                "which knows DDP and FSDP of version 2 there: use one of these"
             )
         self._loader: Prepared | None = None
         found: list[Any] = []
@@ -81,7 +81,7 @@ class _Made:
             if those:
                 parts[name] = those[0] if len(those) == 1 else those
         if "model" not in parts:
-            raise UsageError("the function given to keep returned no model that its Accelerator has prepared")
+            raise UsageError("the function given to keep must return a model that `prepare` has given")
         if self._accelerator.scaler is not None:
             parts["scaler"] = self._accelerator.scaler
         known = (*kinds.values(), Prepared, torch.utils.data.DataLoader)
@@ -91,7 +91,7 @@ class _Made:
             if not (hasattr(one, "state_dict") and hasattr(one, "load_state_dict")):
                 raise UsageError(
                     f"the function given to keep returned a {type(one).__name__}, which has no state_dict "
-                    "and load_state_dict: nobody would know what of it changes in training"
+                    "and load_state_dict: give it both, or nobody would know what of it changes in training"
                 )
             parts[f"other_{number}"] = one
         return parts

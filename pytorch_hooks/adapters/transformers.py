@@ -327,7 +327,7 @@ def _newest(own: list[dict[str, Any]], step: int) -> list[dict[str, Any]]:
 def _protect(owner: Any) -> Any:
     """Lay the adapter over a Trainer. Raises UsageError where it is one that cannot be protected."""
     if not isinstance(owner, Trainer):
-        raise UsageError(f"the function given to train returned {type(owner).__name__}, not a Trainer")
+        raise UsageError(f"the function given to train must return a Trainer, not a {type(owner).__name__}")
     _refuse(owner)
     loop = _Loop(owner)
     owner.__class__ = type(f"Protected{type(owner).__name__}", (_Protected, type(owner)), {"ckptless": loop})

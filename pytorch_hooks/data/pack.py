@@ -47,7 +47,7 @@ class Pack:
         if self.length < 1 or self.block < 1:
             raise UsageError("a Pack's length and block must be 1 or more")
         if self.tail not in ("pad", "drop"):
-            raise UsageError(f"a Pack's tail is 'pad' or 'drop', not {self.tail!r}")
+            raise UsageError(f"a Pack's tail must be 'pad' or 'drop', not {self.tail!r}")
 
     def rows(self, tokens: int) -> int:
         """Return how many sequences so many tokens make."""

@@ -56,7 +56,7 @@ class Recipe:
     def check(self, source: Source | Stream) -> None:
         """Raises UsageError for what does not fit together."""
         if self.on_error not in ("raise", "skip"):
-            raise UsageError(f"on_error is 'raise' or 'skip', not {self.on_error!r}")
+            raise UsageError(f"on_error must be 'raise' or 'skip', not {self.on_error!r}")
         if isinstance(source, Stream) and source.batched:
             given = [n for n in ("batch_size", "shuffle", "drop_last", "collate", "pack") if getattr(self, n)]
             if given:

@@ -134,7 +134,7 @@ def exact_steps(found: ExactSteps | None) -> ExactSteps:
 def checked_state(built: object) -> State:
     """Return what `build` has made. Raises UsageError where that is no State."""
     if not isinstance(built, State):
-        raise UsageError(f"the function given to run.keep returned {type(built).__name__}, not a State")
+        raise UsageError(f"the function given to run.keep must return a State, not a {type(built).__name__}")
     return built
 
 

@@ -71,12 +71,12 @@ def test_the_first_job_outlives_a_rank(tmp_path: Path) -> None:
         assert "[rank 0] step 50, loss " in job.stdout
 
 
-def changed(home: Path) -> None:
+def changed(home: Path, page: str = "your-script.md") -> None:
     """Save the plain script, and beside it what the page's diff makes of it."""
-    plain = block("your-script.md", "python")
+    plain = block(page, "python")
     for name in ("plain.py", "train.py"):
         (home / name).write_text(plain)
-    diff = f"--- a/train.py\n+++ b/train.py\n{block('your-script.md', 'diff')}"
+    diff = f"--- a/train.py\n+++ b/train.py\n{block(page, 'diff')}"
     subprocess.run(
         ["git", "apply", "-"],
         cwd=home,
@@ -106,6 +106,26 @@ def test_the_changed_script_is_rehearsed(tmp_path: Path) -> None:
     )
     assert done.returncode == 0, done.stderr
     assert "all of it is the same, bit for bit" in done.stdout + done.stderr
+
+
+def test_a_lightning_script_outlives_a_rank_and_prints_the_same(tmp_path: Path) -> None:
+    pytest.importorskip("lightning")
+    changed(tmp_path, "lightning.md")
+    with start(tmp_path, "lightning.md", 4) as job:
+        os.kill(pid := trains(job, 1), signal.SIGKILL)
+        job.ended(0, DEADLINE_S)
+        assert f"[ckptless] rank 1 on node-1 (slot 0, pid {pid}) was ended by SIGKILL" in job.stdout
+        losses = re.findall(r"^\[rank 0\] (epoch .*)$", job.stdout, re.MULTILINE)
+    plain = subprocess.run(
+        [sys.executable, "plain.py", "4"],
+        cwd=tmp_path,
+        capture_output=True,
+        text=True,
+        timeout=DEADLINE_S,
+        check=True,
+    ).stdout
+    assert losses == re.findall(r"^epoch .*$", plain, re.MULTILINE)
+    assert len(losses) == 4
 
 
 def test_a_sharded_job_outlives_a_node(tmp_path: Path) -> None:

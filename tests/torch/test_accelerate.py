@@ -66,9 +66,9 @@ def test_what_was_made_comes_back_and_its_first_loader_is_the_trainings() -> Non
 @pytest.mark.parametrize(
     ("make", "said"),
     [
-        (lambda: None, "is to return an Accelerator, then what it has prepared"),
-        (lambda: (torch.nn.Linear(1, 1),), "is to return an Accelerator, then what it has prepared"),
-        (lambda: (Accelerator(cpu=True),), "returned no model"),
+        (lambda: None, "must return an Accelerator, then what it has prepared"),
+        (lambda: (torch.nn.Linear(1, 1),), "must return an Accelerator, then what it has prepared"),
+        (lambda: (Accelerator(cpu=True),), "must return a model"),
         (lambda: (*prepared(), [1.0]), "returned a list, which has no state_dict and load_state_dict"),
         (lambda: prepared(rng_types=["torch", "generator"]), "leave rng_types out"),
         (lambda: prepared(dispatched=True), "or dispatches batches: give it to `prepare`"),

@@ -74,7 +74,7 @@ def test_without_an_agent_it_is_plain_trainer(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("make", "said"),
     [
-        (lambda _home: torch.nn.Linear(1, 1), "returned Linear, not a Trainer"),
+        (lambda _home: torch.nn.Linear(1, 1), "must return a Trainer, not a Linear"),
         (lambda home: trainer(home, model_init=Model), "a Trainer with a model_init is not protected"),
         (lambda home: trainer(home, Endless()), "a Trainer with an iterable data set is not"),
         (
