@@ -1,5 +1,6 @@
-"""A root folder with another Debian's Slurm in it: `chroot.py trixie|sid --into FOLDER` prints its path.
+"""A root folder with another Debian's Slurm in it: `chroot.py SUITE --into FOLDER` prints its path.
 
+    bookworm Slurm 22.05: for packages on a clean system
     trixie   Slurm 24.11
     sid      Slurm 26.05 and pyslurm, built from PyPI's sources against Debian's headers
 
@@ -51,16 +52,18 @@ PYSLURM_PACKAGES = (
 
 @dataclass(frozen=True, slots=True)
 class Suite:
-    """One Debian suite: the Slurm it has (major.minor), and whether pyslurm is built in it."""
+    """One Debian suite: its Slurm (major.minor), whether pyslurm is built in it, which packages it lacks."""
 
     name: str
     slurm: str
-    pyslurm: bool
+    pyslurm: bool = False
+    lacks: tuple[str, ...] = ()
 
     @property
     def packages(self) -> tuple[str, ...]:
         """Return what apt installs."""
-        return SLURM_PACKAGES + (PYSLURM_PACKAGES if self.pyslurm else ())
+        wanted = SLURM_PACKAGES + (PYSLURM_PACKAGES if self.pyslurm else ())
+        return tuple(name for name in wanted if name not in self.lacks)
 
     @property
     def recipe(self) -> str:
@@ -68,7 +71,14 @@ class Suite:
         return repr((self, self.packages, (SHIM, BUILD_PYSLURM) if self.pyslurm else ()))
 
 
-SUITES = {suite.name: suite for suite in (Suite("trixie", "24.11", False), Suite("sid", "26.05", True))}
+SUITES = {
+    suite.name: suite
+    for suite in (
+        Suite("bookworm", "22.05", lacks=("python3-msgspec",)),
+        Suite("trixie", "24.11"),
+        Suite("sid", "26.05", pyslurm=True),
+    )
+}
 
 # pyslurm refuses every Slurm but its own. 26.05 keeps the older calls behind a switch of its own header, and
 # what has been renamed beyond that is two names.

@@ -1,4 +1,4 @@
-"""The packages, installed in another Debian: `python -m tests.slurm.packaged trixie|sid --into FOLDER`.
+"""The packages, installed in another Debian: `python -m tests.slurm.packaged SUITE --into FOLDER`.
 
 It makes FOLDER/SUITE-packaged, a copy of what chroot.py makes with the three .deb of this checkout in it, and
 prints its path. With CKPTLESS_SLURM_ROOTFS=PATH and CKPTLESS_PACKAGED=1 clusters take its daemon and plugin.
