@@ -146,7 +146,7 @@ lint: $(STAMP)
 
 types: $(STAMP)
 	$(BIN)/mypy
-	$(BIN)/mypy docs/options.py docs/events.py docs/metrics.py docs/site.py docs/api.py docs/refusals.py
+	$(BIN)/mypy docs/options.py docs/events.py docs/metrics.py docs/site.py docs/api.py docs/refusals.py docs/messages.py
 	$(BIN)/mypy docs/demo
 	$(BIN)/mypy etc/packages
 
@@ -166,7 +166,7 @@ elastic-demo: slurm-packages $(STAMP)
 
 # Debian's Slurm, where it is missing.
 SLURM_PACKAGES := slurmd slurmctld slurm-client slurm-wlm-basic-plugins libslurm-dev munge libmunge2 iproute2 \
-	procps gcc libc6-dev
+	nftables procps gcc libc6-dev
 slurm-packages:
 	@test "$$(id -u)" = 0 || { echo 'a Slurm cluster on one machine takes root' >&2; exit 2; }
 	@dpkg -s $(SLURM_PACKAGES) >/dev/null 2>&1 || { apt-get update -qq && DEBIAN_FRONTEND=noninteractive \
@@ -219,6 +219,11 @@ options: $(STAMP)
 .PHONY: events
 events: $(STAMP)
 	$(BIN)/python docs/events.py
+
+# docs/messages.md: every message and record, from their types.
+.PHONY: messages
+messages: $(STAMP)
+	$(BIN)/python docs/messages.py
 
 # docs/troubleshooting.md, its second part: the refusals in the code, with docs/refusals.toml.
 .PHONY: refusals

@@ -35,9 +35,12 @@ class MakeCluster(Protocol):
 def require_slurm() -> None:
     """Skip the test, or fail it where that is asked for, unless a cluster can be brought up here."""
     lacks = requirements.missing(ROOTFS)
-    if not lacks:
-        return
-    reason = f"no Slurm cluster here, it takes {', '.join(lacks)}"
+    if lacks:
+        require(f"no Slurm cluster here, it takes {', '.join(lacks)}")
+
+
+def require(reason: str) -> None:
+    """Skip the test, or fail it where that is asked for, since something is not here."""
     if os.environ.get("CKPTLESS_REQUIRE_SLURM") == "1":
         pytest.fail(reason)
     pytest.skip(reason)

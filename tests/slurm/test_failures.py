@@ -16,7 +16,7 @@ import pytest
 from ckptless.daemon.ckptlessd.recovery.losses import DARK_FOR_GOOD_S
 
 from .cluster.api import Cluster
-from .conftest import require_slurm
+from .conftest import require, require_slurm
 from .training import DEADLINE_S, USER, Training, make_site
 
 NODES = 6
@@ -396,6 +396,8 @@ def test_drills_of_its_user(site: Cluster) -> None:
 
 def test_a_node_is_cut_off_by_a_drill(site: Cluster) -> None:
     """No cable is pulled: its own daemon has the kernel drop what comes and goes."""
+    if site.run("node02", "sh", "-c", "command -v nft", check=False).returncode:
+        require("nft(8) is not installed")
     job = Training(site, steps=200).submit()
     job.trains()
     words = ("ckptctl", "drill", "--yes", str(job.job_id), "--cut", "node02", "--for", "8")
