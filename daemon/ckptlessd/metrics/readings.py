@@ -15,6 +15,7 @@ from ckptless.daemon.protocol.messages import PROTOCOL, Pace, Phase, SlotState
 from ckptless.daemon.protocol.records import HoldingRecord, Level
 from ckptless.daemon.replication.protection import protection
 
+OUTCOMES = ("recovered", "superseded", "failed", "unwatched")
 # Of a job's name, which in local mode is its user's choice.
 MOST_NAME = 64
 Values: TypeAlias = Mapping[tuple[str, ...], float | Histogram]
@@ -143,7 +144,7 @@ def _of_led(led: Mapping[str, JobState], known: Mapping[str, Parts], tally: Tall
         "ckptless_state_parts_lost": {(): sum(one.lost for one in few)},
         "ckptless_steps": {(): tally.steps},
         "ckptless_faults": tally.faults,
-        "ckptless_recoveries": _all(("recovered", "superseded", "failed"), tally.outcomes),
+        "ckptless_recoveries": _all(OUTCOMES, tally.outcomes),
         "ckptless_recovery_duration_seconds": tally.recoveries,
         "ckptless_recovery_phase_duration_seconds": tally.phases,
         "ckptless_jobs_ended": _all(("done", "failed", "stopped"), tally.ended),
