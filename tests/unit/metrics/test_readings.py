@@ -76,6 +76,13 @@ def test_a_job_that_recovers() -> None:
     assert values["ckptless_job_generation"] == {("4711",): 3}
 
 
+def test_a_node_whose_ranks_have_left_spends_nothing_on_commits() -> None:
+    left = job(leads=False)
+    left.me = 3
+    tell(left, 3, 2, STEP)
+    assert readings(facts(("1", left)), {}, per_job=False)["ckptless_node_commit_ratio"] == {(): 0}
+
+
 def test_a_job_without_a_generation_or_a_word_of_its_ranks() -> None:
     led = job(stage="forming", step=None)
     values = readings(facts(("4711", led)), {}, per_job=True)
