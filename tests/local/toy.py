@@ -154,11 +154,12 @@ def too_much() -> None:
     torch.empty(1 << 50, dtype=torch.uint8, device=DEVICE)
 
 
+def late() -> None:
+    time.sleep(LATE_S)
+
+
 # After these the rank goes on.
-GO_ON = {
-    **{"hold": hold, "flip": flip, "sticky": break_device, "oom": too_much},
-    "slow": lambda: time.sleep(LATE_S),
-}
+GO_ON = {"hold": hold, "flip": flip, "sticky": break_device, "oom": too_much, "slow": late}
 
 
 class Step(torch.optim.AdamW):
