@@ -49,13 +49,11 @@ def targets(board: Board) -> Iterator[tuple[str, Any, Any]]:
 
 def choices(board: Board) -> dict[str, str]:
     """Return what Prometheus is asked for the values of the dashboard's variables, by their names."""
-    asked = [one for one in board["templating"]["list"] if one["type"] == "query"]
-    named = {one["name"]: re.fullmatch(r"label_values\((\w+), (\w+)\)", one["definition"]) for one in asked}
-    return {
-        name: f"/api/v1/label/{of[2]}/values?{urlencode({'match[]': of[1]})}"
-        for name, of in named.items()
-        if of
-    }
+    found = {}
+    for one in board["templating"]["list"]:
+        if of := re.fullmatch(r"label_values\((\w+), (\w+)\)", one.get("definition", "")):
+            found[one["name"]] = f"/api/v1/label/{of[2]}/values?{urlencode({'match[]': of[1]})}"
+    return found
 
 
 def questions(board: Board, span: Span, variables: Mapping[str, str]) -> dict[str, str]:
