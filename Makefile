@@ -159,6 +159,12 @@ check: lint types imports test
 slurm-demo: slurm-packages $(STAMP)
 	$(BIN)/python docs/demo/slurm_demo.py $(ARGS)
 
+# The pictures of docs/metrics.md: what a real Prometheus has of such a job that loses ranks and nodes, drawn as Grafana
+# would show it; takes Debian's prometheus. Four minutes; ARGS=--again draws what was recorded before.
+.PHONY: dashboards
+dashboards: slurm-packages $(STAMP)
+	$(BIN)/python -m tests.slurm.dashboards $(ARGS)
+
 # An elastic job on twelve such nodes: it gives way to a job of higher priority, and grows again as nodes come free.
 .PHONY: elastic-demo
 elastic-demo: slurm-packages $(STAMP)

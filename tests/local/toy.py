@@ -6,8 +6,9 @@ node (agent, daemon and ranks of its node), or one that spoils versions of the r
 rot-own, rot-replica, rot-newest (see rot.py; in DDP all have shard 0), or hold, which waits while there is
 a file OUT/hold, or eat, which takes memory without end, or flip, of one bit of the first parameter, or
 sticky: no call of the process's device works from there on, or oom: it asks its device for more than there
-is. Every fault strikes once, over all processes and generations, unless it is "often". Without "step" it
-strikes at any; with "after" (the number of another fault) only in the recovery from that one or later.
+is, or slow, which takes LATE_S. Every fault strikes once, over all processes and generations, unless it is
+"often". Without "step" it strikes at any; with "after" (the number of another fault) only in the recovery
+from that one or later.
 """
 
 import hashlib
@@ -38,6 +39,7 @@ WHERE = (
 )
 
 HOLD_DEADLINE_S = 60.0
+LATE_S = 0.15
 # What flip strikes.
 PARAMETERS: list[torch.Tensor] = []
 
@@ -152,8 +154,12 @@ def too_much() -> None:
     torch.empty(1 << 50, dtype=torch.uint8, device=DEVICE)
 
 
+def late() -> None:
+    time.sleep(LATE_S)
+
+
 # After these the rank goes on.
-GO_ON = {"hold": hold, "flip": flip, "sticky": break_device, "oom": too_much}
+GO_ON = {"hold": hold, "flip": flip, "sticky": break_device, "oom": too_much, "slow": late}
 
 
 class Step(torch.optim.AdamW):

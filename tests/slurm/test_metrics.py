@@ -87,7 +87,9 @@ def test_a_job_that_loses_a_node(site: Cluster) -> None:
         assert told_s == pytest.approx(row.phases[phase])
     faults = Counter((f.kind, f.source or "") for f in job.ledger().faults if f.job == job.run_name)
     assert "node-lost" in {kind for kind, _ in faults}
-    assert {key[1:]: count for key, count in found.items() if key[0] == "ckptless_faults_total"} == faults
+    told = {key[1:]: count for key, count in found.items() if key[0] == "ckptless_faults_total"}
+    assert {key: count for key, count in told.items() if count} == faults
+    assert told.keys() > faults.keys(), "what has not come yet is there, too"
     assert found[("ckptless_lost_nodes",)] == found[("ckptless_job_lost_nodes", str(job.job_id))] == 1
     assert found[("ckptless_spare_nodes",)] == 0
     assert found[("ckptless_job_generation", str(job.job_id))] == 2

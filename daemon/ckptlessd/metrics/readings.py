@@ -15,6 +15,7 @@ from ckptless.daemon.protocol.messages import PROTOCOL, Pace, Phase, SlotState
 from ckptless.daemon.protocol.records import HoldingRecord, Level
 from ckptless.daemon.replication.protection import protection
 
+OUTCOMES = ("recovered", "superseded", "failed", "unwatched")
 # Of a job's name, which in local mode is its user's choice.
 MOST_NAME = 64
 Values: TypeAlias = Mapping[tuple[str, ...], float | Histogram]
@@ -124,11 +125,21 @@ def _of_node(known: Iterable[JobState], jobs: Sequence[JobState]) -> dict[str, V
         "ckptless_node_jobs": _all(get_args(Stage), Counter((job.stage,) for job in known)),
         "ckptless_node_slots": _all(get_args(Phase), Counter((slot.phase,) for slot in slots)),
         "ckptless_node_held_bytes": {(): sum(one[0].nbytes for one in holdings if one is not None)},
-        "ckptless_node_commit_ratio": {(): max((slot.share or 0.0 for slot in slots), default=0.0)},
+        "ckptless_node_commit_ratio": {
+            (): max((share for job in jobs for share in _shares(job)), default=0.0)
+        },
         "ckptless_node_jobs_without_lease": {(): sum(not job.lease.held for job in jobs)},
         "ckptless_node_jobs_without_leader": {(): len(leaderless)},
         "ckptless_node_jobs_without_vote": {(): sum(not job.agreement.able for job in jobs)},
     }
+
+
+def _shares(job: JobState) -> Iterable[float]:
+    """Yield those of the ranks here: what has left, as of a node that is unwell, still says its last one."""
+    if job.assignment is not None:
+        for rank in job.assignment.ranks_on(job.me):
+            slot = job.nodes[job.me].slot(job.assignment.places[rank].slot)
+            yield slot.share or 0.0 if slot is not None else 0.0
 
 
 def _of_led(led: Mapping[str, JobState], known: Mapping[str, Parts], tally: Tally) -> dict[str, Values]:
@@ -143,7 +154,7 @@ def _of_led(led: Mapping[str, JobState], known: Mapping[str, Parts], tally: Tall
         "ckptless_state_parts_lost": {(): sum(one.lost for one in few)},
         "ckptless_steps": {(): tally.steps},
         "ckptless_faults": tally.faults,
-        "ckptless_recoveries": _all(("recovered", "superseded", "failed"), tally.outcomes),
+        "ckptless_recoveries": _all(OUTCOMES, tally.outcomes),
         "ckptless_recovery_duration_seconds": tally.recoveries,
         "ckptless_recovery_phase_duration_seconds": tally.phases,
         "ckptless_jobs_ended": _all(("done", "failed", "stopped"), tally.ended),

@@ -9,6 +9,7 @@ from ckptless.daemon.ckptlessd.planning.plan import RUNGS
 from ckptless.daemon.ckptlessd.recovery.job_state import JobState
 from ckptless.daemon.protocol.messages import SlotState
 from ckptless.daemon.protocol.records import (
+    PHASES,
     EventRecord,
     FaultRecord,
     JobRecord,
@@ -29,6 +30,14 @@ FAULTS = frozenset(
     )
 )
 OTHER = "other"
+# Who tells of them: else it is the process itself. And of any whoever wanted it, as a drill.
+SOURCES = {
+    "node-lost": ("agent", "membership", "slurm", "health", "operator", "lease", "leader"),
+    "hung": ("process", "leader"),
+    "stall": ("leader",),
+    "twins-differ": ("twins",),
+    "silent-corruption": ("twins",),
+}
 
 
 class Histogram:
@@ -53,15 +62,31 @@ class Histogram:
         return found
 
 
+def _recoveries() -> dict[tuple[str, ...], Histogram]:
+    return {(rung,): Histogram(RECOVERY_S) for rung in RUNGS}
+
+
+def _phases() -> dict[tuple[str, ...], Histogram]:
+    return {(rung, phase): Histogram(PHASE_S) for rung in RUNGS for phase in PHASES}
+
+
+def _faults() -> Counter[tuple[str, ...]]:
+    told = ((kind, source) for kind in FAULTS for source in (*SOURCES.get(kind, ("process",)), "drill"))
+    return Counter(dict.fromkeys(sorted(told), 0))
+
+
 @dataclass
 class Tally:
-    """Owned by the daemon's event loop. Each key is that of a series: the values of its labels."""
+    """Owned by the daemon's event loop. Each key is that of a series: the values of its labels.
+
+    A series is there from the beginning, at 0: increase() does not see the first of what begins at 1.
+    """
 
     delays: Histogram = field(default_factory=lambda: Histogram(DELAY_S))
-    recoveries: dict[tuple[str, ...], Histogram] = field(default_factory=dict)
-    phases: dict[tuple[str, ...], Histogram] = field(default_factory=dict)
+    recoveries: dict[tuple[str, ...], Histogram] = field(default_factory=_recoveries)
+    phases: dict[tuple[str, ...], Histogram] = field(default_factory=_phases)
     outcomes: Counter[tuple[str, ...]] = field(default_factory=Counter)
-    faults: Counter[tuple[str, ...]] = field(default_factory=Counter)
+    faults: Counter[tuple[str, ...]] = field(default_factory=_faults)
     events: Counter[tuple[str, ...]] = field(default_factory=Counter)
     ended: Counter[tuple[str, ...]] = field(default_factory=Counter)
     steps: int = 0

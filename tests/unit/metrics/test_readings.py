@@ -7,12 +7,12 @@ from prometheus_client.parser import text_string_to_metric_families
 
 from ckptless.daemon.ckptlessd.metrics.catalog import METRICS, MOST_JOBS
 from ckptless.daemon.ckptlessd.metrics.exposition import encode, families
-from ckptless.daemon.ckptlessd.metrics.readings import Facts, Parts, held, parts, readings
+from ckptless.daemon.ckptlessd.metrics.readings import OUTCOMES, Facts, Parts, held, parts, readings
 from ckptless.daemon.ckptlessd.metrics.tally import Tally
 from ckptless.daemon.ckptlessd.recovery.events import NodeLost
 from ckptless.daemon.protocol import messages as m
 
-from .jobs import NOW_S, PACE, STEP, copies, facts, health, job, lived, tell
+from .jobs import NOW_S, PACE, STEP, copies, facts, health, job, lived, recovery, tell
 
 # What the metrics of one node may have, with thousands of jobs behind it: text that is no burden to scrape.
 MOST_SERIES, MOST_NBYTES = 800, 100_000
@@ -31,11 +31,19 @@ def test_an_idle_daemon_tells_all_that_has_no_labels_of_others() -> None:
     values = readings(facts(), {}, per_job=True)
     assert values.keys() == {one.name for one in METRICS}
     assert values["ckptless_build"] == {("1.2.3", str(m.PROTOCOL)): 1.0}
-    assert values["ckptless_recoveries"] == {("recovered",): 0, ("superseded",): 0, ("failed",): 0}
+    assert values["ckptless_recoveries"] == {(outcome,): 0 for outcome in OUTCOMES}
     assert values["ckptless_ledger_size_bytes"] == {(): 1 << 20}
     assert values["ckptless_ledger_lost_rows"] == {(): 2}
     assert set(values["ckptless_jobs"].values()) == {0}
     assert values["ckptless_job_step"] == values["ckptless_probe_duration_seconds"] == {}
+
+
+def test_every_outcome_of_a_recovery_is_told() -> None:
+    tally = Tally()
+    tally.told([recovery(outcome) for outcome in OUTCOMES])
+    assert readings(facts(tally=tally), {}, per_job=False)["ckptless_recoveries"] == dict.fromkeys(
+        ((outcome,) for outcome in OUTCOMES), 1
+    )
 
 
 def test_what_is_led_from_here_is_told_of_here_alone() -> None:
@@ -66,6 +74,13 @@ def test_a_job_that_recovers() -> None:
     assert values["ckptless_stragglers"] == {(): 2}
     assert values["ckptless_job_training"] == {("4711",): 0.0}
     assert values["ckptless_job_generation"] == {("4711",): 3}
+
+
+def test_a_node_whose_ranks_have_left_spends_nothing_on_commits() -> None:
+    left = job(leads=False)
+    left.me = 3
+    tell(left, 3, 2, STEP)
+    assert readings(facts(("1", left)), {}, per_job=False)["ckptless_node_commit_ratio"] == {(): 0}
 
 
 def test_a_job_without_a_generation_or_a_word_of_its_ranks() -> None:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import re
 from pathlib import Path
+from typing import get_args
 
 import pytest
 from msgspec import structs
@@ -11,9 +12,10 @@ from msgspec import structs
 import ckptless.daemon
 from ckptless.daemon.ckptlessd.metrics.tally import FAULTS, Histogram, Tally
 from ckptless.daemon.ckptlessd.planning.event_lines import Line
+from ckptless.daemon.ckptlessd.planning.plan import RUNGS
 from ckptless.daemon.ckptlessd.recovery import ledger_rows
 from ckptless.daemon.protocol import messages as m
-from ckptless.daemon.protocol.records import PHASES
+from ckptless.daemon.protocol.records import PHASES, FaultSource
 
 from .jobs import STEP, fault, job, recovery, tell
 
@@ -30,12 +32,13 @@ def test_a_histogram_counts_up_to_and_with_each_bound() -> None:
 def test_a_recovery_counts_once_it_is_over() -> None:
     tally = Tally()
     tally.told([recovery(None), recovery("superseded"), recovery("failed")])
-    assert tally.recoveries == tally.phases == {}
+    assert not any(one.total for one in (*tally.recoveries.values(), *tally.phases.values()))
     assert tally.outcomes == {("superseded",): 1, ("failed",): 1}
     tally.told([recovery(took_s=0.7)])
     assert tally.outcomes[("recovered",)] == 1
     assert tally.recoveries[("process",)].total == pytest.approx(0.7)
-    assert tally.phases.keys() == {("process", phase) for phase in PHASES}
+    counted = {key for key, one in tally.phases.items() if one.total}
+    assert counted == {("process", phase) for phase in PHASES}
     assert tally.phases[("process", "agree")].buckets[:2] == [("0.1", 1.0), ("0.5", 1.0)]
 
 
@@ -43,8 +46,24 @@ def test_words_of_others_make_no_series_of_their_own() -> None:
     tally = Tally()
     tally.told([fault("died"), fault("made up"), fault("as well"), recovery(rung="made up")])
     tally.told([structs.replace(fault(), source=None)])
-    assert tally.faults == {("died", "process"): 1, ("other", "process"): 2, ("died", "other"): 1}
-    assert tally.recoveries.keys() == {("other",)}
+    assert +tally.faults == {("died", "process"): 1, ("other", "process"): 2, ("died", "other"): 1}
+    assert [key for key, one in tally.recoveries.items() if one.total] == [("other",)]
+
+
+def test_what_may_come_is_there_from_the_beginning() -> None:
+    """Else increase() would not see the first fault of a kind, nor the first recovery of a rung."""
+    tally = Tally()
+    assert {kind for kind, _ in tally.faults} == FAULTS
+    assert {source for _, source in tally.faults} == {*get_args(FaultSource)}
+    assert {("died", "process"), ("node-lost", "slurm"), ("stall", "leader"), ("hung", "drill")} <= {
+        *tally.faults
+    }
+    assert tally.recoveries.keys() == {(rung,) for rung in RUNGS}
+    assert tally.phases.keys() == {(rung, phase) for rung in RUNGS for phase in PHASES}
+    assert not any(tally.faults.values())
+    before = {*tally.faults}, {*tally.recoveries}, {*tally.phases}
+    tally.told([fault(), *(recovery(rung=rung) for rung in RUNGS)])
+    assert ({*tally.faults}, {*tally.recoveries}, {*tally.phases}) == before
 
 
 def test_every_kind_of_fault_is_known() -> None:
