@@ -1,8 +1,8 @@
 """A classifier under Accelerate: `accelerate_script.py OUT EPOCHS KILLS`, KILLS as "STEP:RANK,...".
 
 With PLAIN in the environment without ckptless. Each update's loss is written with all bits, and at the end a
-digest of the parameters. With FSDP in it they are sharded. Two batches make an update, the last of an epoch
-one.
+digest of the parameters. With FSDP in it they are sharded, with RAM they come from rank 0; with SEEDABLE it
+is Accelerate's own sampler. Two batches make an update, the last of an epoch one.
 """
 
 import contextlib
@@ -17,7 +17,7 @@ import one_gpu  # type: ignore[import-not-found]  # run as a script, beside it
 import shards_anywhere  # type: ignore[import-not-found]  # run as a script, beside it
 import torch
 from accelerate import Accelerator
-from accelerate.utils import FullyShardedDataParallelPlugin
+from accelerate.utils import DataLoaderConfiguration, FullyShardedDataParallelPlugin
 
 OUT, EPOCHS = Path(sys.argv[1]), int(sys.argv[2])
 KILLS = {tuple(map(int, one.split(":"))) for one in sys.argv[3].split(",") if one}
@@ -31,9 +31,15 @@ def make() -> tuple[Any, ...]:
     if "FSDP" in os.environ:
         shards_anywhere.begin()
         sharded = FullyShardedDataParallelPlugin(
-            fsdp_version=2, auto_wrap_policy="size_based_wrap", min_num_params=200
+            fsdp_version=2,
+            auto_wrap_policy="size_based_wrap",
+            min_num_params=200,
+            cpu_ram_efficient_loading="RAM" in os.environ,
         )
-    accelerator = Accelerator(cpu=not one_gpu.ON_GPU, gradient_accumulation_steps=2, fsdp_plugin=sharded)
+    order = DataLoaderConfiguration(use_seedable_sampler="SEEDABLE" in os.environ)
+    accelerator = Accelerator(
+        cpu=not one_gpu.ON_GPU, gradient_accumulation_steps=2, fsdp_plugin=sharded, dataloader_config=order
+    )
     torch.manual_seed(3)
     model = torch.nn.Sequential(
         torch.nn.Linear(8, 32), torch.nn.ReLU(), torch.nn.Dropout(0.1), torch.nn.Linear(32, 4)

@@ -17,10 +17,19 @@ EPOCHS = 4
 FEW = "0:1,3:0,4:1,7:0,12:1"
 
 
-ENVIRONMENTS = {"ddp": {}, "worker": {"WORKERS": "1"}, "fsdp2": {"FSDP": "1"}}
+ENVIRONMENTS = {
+    "ddp": {},
+    "worker": {"WORKERS": "1"},
+    "fsdp2": {"FSDP": "1"},
+    "seedable": {"SEEDABLE": "1"},
+    "from one": {"FSDP": "1", "RAM": "1"},
+}
+SLOW = ("seedable", "from one")
 
 
-@pytest.mark.parametrize("how", ENVIRONMENTS)
+@pytest.mark.parametrize(
+    "how", [pytest.param(how, marks=[pytest.mark.slow] if how in SLOW else []) for how in ENVIRONMENTS]
+)
 def test_a_script_that_is_killed_ends_as_without_ckptless(tmp_path: Path, how: str) -> None:
     env = ENVIRONMENTS[how]
     expected = plain(SCRIPT, tmp_path, EPOCHS, env)
