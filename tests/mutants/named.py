@@ -14,6 +14,7 @@ from functools import partial
 import pytest
 
 from .reached import Check
+from .rules_of_drills import DRILLS
 from .rules_of_hangs import HANGS
 from .rules_of_health import HEALTH
 from .rules_of_orders import ORDERS
@@ -24,7 +25,7 @@ from .warm import FOUND, PASSED, Fork, Say, allow, passes, waited, with_tests
 EACH_S = 5.0
 
 
-NAMED = ORDERS + VOTES + HEALTH + HANGS
+NAMED = ORDERS + VOTES + HEALTH + HANGS + DRILLS
 
 
 def main() -> int:
