@@ -19,6 +19,7 @@ from ckptless.daemon.ckptlessd.clock import Clock
 from ckptless.daemon.ckptlessd.cluster import LocalCluster
 from ckptless.daemon.ckptlessd.health.probes import probes
 from ckptless.daemon.ckptlessd.health.watch import Health
+from ckptless.daemon.ckptlessd.journal import Journal
 from ckptless.daemon.ckptlessd.metrics.readings import Facts
 from ckptless.daemon.ckptlessd.service import Service, serve_forever
 from ckptless.daemon.ckptlessd.slurm_cluster import SlurmCluster
@@ -203,7 +204,9 @@ def command(path: Path | None, local: Path | None, verbose: bool) -> None:
             settings = load_settings(path)
             name = os.environ.get("SLURMD_NODENAME") or socket.gethostname().partition(".")[0]
             kind, level = settings.daemon.log_format, settings.daemon.log_level
-            log.configure(f"ckptlessd[{name}]", verbose=verbose, level=level, log_format=kind)
+            who = f"ckptlessd[{name}]"
+            journal = Journal(who) if kind == "journal" else None
+            log.configure(who, verbose=verbose, level=level, log_format=kind, elsewhere=journal)
             sys.exit(asyncio.run(_serve(settings, name)))
         config = load(local, LocalConfig)
         log.configure(f"ckptlessd[{config.daemon.name}]", verbose=verbose)

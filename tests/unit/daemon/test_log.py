@@ -15,6 +15,7 @@ from typing import Any
 
 import pytest
 
+from ckptless.daemon.ckptlessd.journal import Journal
 from ckptless.daemon.protocol import log
 from ckptless.daemon.protocol.errors import UsageError
 from ckptless.daemon.protocol.records import FaultRecord, RecoveryRecord
@@ -83,7 +84,7 @@ def entry(data: bytes) -> list[tuple[str, str]]:
 
 
 def test_entries_of_the_journal(journal: socket.socket) -> None:
-    handler = log.Journal("ckptlessd[node01]", journal.getsockname())
+    handler = Journal("ckptlessd[node01]", journal.getsockname())
     logger = alone(handler)
     recovery = RecoveryRecord(
         job="4711",
@@ -118,13 +119,13 @@ def test_entries_of_the_journal(journal: socket.socket) -> None:
 
 def test_where_there_is_no_journal(tmp_path: Path) -> None:
     with pytest.raises(UsageError, match=r"log_format is journal, and .* takes nothing"):
-        log.Journal("n", str(tmp_path / "none"))
+        Journal("n", str(tmp_path / "none"))
 
 
 def test_what_the_journal_does_not_take_is_told_on_standard_error(
     journal: socket.socket, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    handler = log.Journal("n", journal.getsockname())
+    handler = Journal("n", journal.getsockname())
     Path(journal.getsockname()).unlink()
     logger = alone(handler)
     logger.warning("its words")
