@@ -102,8 +102,8 @@ scale: $(STAMP)
 	$(BIN)/python -m tests.sim.scale_parts $(SIZES) --json docs/scale_parts.json
 	$(BIN)/python -m tests.sim.scale_memory $(SIZES) --json docs/scale_memory.json
 
-# All of docs/performance.md, ours beside the peers in environments of their own (built at first): forty-five minutes.
-# With LONG=1 every peer in every case, and five minutes of each fire: two and a half hours.
+# All of docs/performance.md, ours beside the peers in environments of their own (built at first): fifty minutes.
+# With LONG=1 every peer in every case, and five minutes of each fire: more than two hours.
 BENCH := docs/bench
 ifdef LONG
 CRASH := --kills 3 --own-kills 20
@@ -160,7 +160,7 @@ slurm-demo: slurm-packages $(STAMP)
 	$(BIN)/python docs/demo/slurm_demo.py $(ARGS)
 
 # The pictures of docs/metrics.md: what a real Prometheus has of such a job that loses ranks and nodes, drawn as Grafana
-# would show it; takes Debian's prometheus. Four minutes; ARGS=--again draws what was recorded before.
+# would show it; takes Debian's prometheus. Three minutes; ARGS=--again draws what was recorded before.
 .PHONY: dashboards
 dashboards: slurm-packages $(STAMP)
 	$(BIN)/python -m tests.slurm.dashboards $(ARGS)

@@ -21,7 +21,7 @@ EDGES = {
 HEAD = """# Messages and records
 
 Every message between our processes and every record that is kept, as the code has them. A message on a
-socket is a frame: its length in four bytes, big endian, and then [MessagePack](https://msgpack.org) of an
+socket is a frame: its length in four bytes, little endian, and then [MessagePack](https://msgpack.org) of an
 object that has `type`, the name here, beside its fields (records of the ledger and files have JSON, or
 columns). What does not fit is refused as a whole: another type, a field that is not here, a number or a
 length out of its bounds. Who speaks another *protocol* is refused in the first message

@@ -17,7 +17,7 @@ from ckptless.daemon.ckptlessd.session import JobSession, Memory, next_identity
 from ckptless.daemon.ckptlessd.unix_server import Client
 from ckptless.daemon.ledger.writer import LedgerWriter
 from ckptless.daemon.protocol import messages as m
-from ckptless.daemon.protocol.errors import StartError
+from ckptless.daemon.protocol.errors import CkptlessError
 from ckptless.daemon.protocol.peers import messages as p
 from ckptless.daemon.protocol.peers.agreement import Decided, Durable
 from ckptless.daemon.protocol.records import DRILL, GIVEN_BACK, Record, printable
@@ -253,7 +253,7 @@ class JobHost:
     async def _cut_network(self, for_s: float) -> None:
         try:
             await cutting.cut_network(for_s)
-        except StartError as error:
+        except CkptlessError as error:
             self.note("warning", DRILL, f"node-{self.roster.me} is not cut off: {error}")
 
     def ask_witness(self, nodes: Sequence[int], ours: Sequence[int]) -> None:

@@ -13,8 +13,9 @@ from ckptless.daemon.protocol.errors import UsageError
 from ckptless.daemon.protocol.log import ROW
 
 JOURNAL = "/run/systemd/journal/socket"
-# The journal takes its time where its disk is busy; nobody here waits for longer.
-DEADLINE_S = 1.0
+# The journal takes its time where its disk is busy. No line may hold up the event loop for as long as others
+# take for silence.
+DEADLINE_S = 0.1
 # Priorities of syslog(3), by logging's levels.
 _PRIORITIES = {"DEBUG": 7, "INFO": 6, "WARNING": 4, "ERROR": 3, "CRITICAL": 2}
 

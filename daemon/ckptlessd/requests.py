@@ -96,7 +96,7 @@ def _read_drill(run: JobHost, asked: DrillJob, uid: int) -> Drill | str:
         node = eviction.find_node(asked.target, [run.name_of(number) for number in run.roster.nodes])
         if node is None:
             return f"job {run.job} has no node {asked.target!r}"
-        if asked.kind == "cut-node" and (why := _no_cut(run, node, uid)) is not None:
+        if asked.kind == "cut-node" and (why := _cut_refusal(run, node, uid)) is not None:
             return why
     elif re.fullmatch("[0-9]{1,9}", asked.target) and int(asked.target) < MOST_RANKS:
         rank = int(asked.target)
@@ -115,7 +115,7 @@ def _read_drill(run: JobHost, asked: DrillJob, uid: int) -> Drill | str:
     )
 
 
-def _no_cut(run: JobHost, node: int, uid: int) -> str | None:
+def _cut_refusal(run: JobHost, node: int, uid: int) -> str | None:
     """Return why this node is not cut off from the network, or None."""
     if uid != 0:
         return "only root may cut a node off from the network: whatever else is on it is cut off, too"

@@ -484,7 +484,7 @@ class Drill(Value, frozen=True, kw_only=True):
 
     @property
     def what(self) -> str:
-        """What it does, as a sentence."""
+        """Return the drill as a sentence."""
         if self.kind == "kill-agent":
             return f"the agent of node-{self.node} is killed"
         if self.kind == "cut-node":

@@ -18,10 +18,10 @@ DEADLINE_S = 30.0
 PROGRAM = f"""
 import asyncio, sys
 from ckptless.daemon.ckptlessd.cutting import cut_network
-from ckptless.daemon.protocol.errors import StartError
+from ckptless.daemon.protocol.errors import CkptlessError
 try:
     asyncio.run(cut_network({CUT_S}))
-except StartError as error:
+except CkptlessError as error:
     sys.exit(str(error))
 """
 

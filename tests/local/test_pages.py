@@ -100,7 +100,7 @@ def test_every_block_is_run() -> None:
 
 
 def data(home: Path) -> None:
-    """What scripts read: pairs of numbers, and documents."""
+    """Write the files that scripts read: pairs of numbers, and documents."""
     lines = (json.dumps([n % 64, n * 7 % 64]) for n in range(1024))
     (home / "lines.jsonl").write_text("\n".join(lines) + "\n")
     for name in ("a", "b"):

@@ -26,9 +26,15 @@ DRILLS: tuple[Named, ...] = (
         "unit/control/test_drills.py",
         (
             "a node that is lost long after a cut counts as one that a drill has lost",
-            "return cut and now <= self._over_s + self._marks_s",
-            "return cut",
+            " and now <= self._over_s + self._marks_s",
+            "",
             "test_which_node_is_silent_by_it",
+        ),
+        (
+            "whenever the agent of a node ends that was cut off, it is by the drill",
+            'self._is_of("kill-agent", node, generation)',
+            'self._is_of(self.struck.drill.kind if self.struck else "kill-agent", node, generation)',
+            "test_which_agent_ends_by_it",
         ),
     ),
     *of(

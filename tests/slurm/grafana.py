@@ -27,7 +27,7 @@ COLOURS = ("#56a64b", "#f2cc0c", "#3274d9", "#ff780a", "#e02f44", "#8f3bb8", "#3
 
 
 class Span(NamedTuple):
-    """What is looked at, in Unix time; each `step_s` a value is asked for, and was scraped."""
+    """The time that is looked at, as Unix time; each `step_s` a value is asked for, and was scraped."""
 
     begin: float
     end: float

@@ -89,7 +89,7 @@ def for_job(command: Callable[Concatenate[Asked, ...], None]) -> Callable[..., N
 
 
 class _Page(io.StringIO):
-    """What a command shows in one look; it is laid out as for the terminal, if there is one."""
+    """The output of a command in one look, laid out as for the terminal, if there is one."""
 
     def __init__(self, terminal: bool) -> None:
         super().__init__()
@@ -110,10 +110,13 @@ def watched(command: Callable[Concatenate[Asked, ...], None]) -> Callable[..., N
         with contextlib.suppress(KeyboardInterrupt):
             while True:
                 page = _Page(sys.stdout.isatty())
-                with contextlib.redirect_stdout(page):
-                    command(asked, **own)
-                click.clear()
-                click.echo(page.getvalue(), nl=False)
+                try:
+                    with contextlib.redirect_stdout(page):
+                        command(asked, **own)
+                finally:
+                    # Some end with an exit code once they have shown why.
+                    click.clear()
+                    click.echo(page.getvalue(), nl=False)
                 time.sleep(watch_s)
 
     functools.update_wrapper(again, command)

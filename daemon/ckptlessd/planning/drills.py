@@ -9,6 +9,7 @@ from dataclasses import dataclass
 
 from ckptless.daemon.ckptlessd.planning.faults import Finding
 from ckptless.daemon.protocol.messages import Drill, Strike
+from ckptless.daemon.protocol.model import DrillKind
 
 # The daemon that was asked says this much later than the others that nothing has come of it.
 GRACE_S = 2.0
@@ -63,14 +64,19 @@ class Drills:
 
     def ends_agent(self, node: int, generation: int) -> bool:
         """Whether the end of this node's agent is a drill."""
-        struck = self.struck
-        return struck is not None and (struck.drill.node, struck.generation) == (node, generation)
+        return self._is_of("kill-agent", node, generation)
 
     def cuts_off(self, node: int, generation: int, now: float) -> bool:
         """Whether this node is silent since a drill has cut it off."""
+        return self._is_of("cut-node", node, generation) and now <= self._over_s + self._marks_s
+
+    def _is_of(self, kind: DrillKind, node: int, generation: int) -> bool:
         struck = self.struck
-        cut = struck is not None and struck.drill.kind == "cut-node" and self.ends_agent(node, generation)
-        return cut and now <= self._over_s + self._marks_s
+        return struck is not None and (struck.drill.kind, struck.drill.node, struck.generation) == (
+            kind,
+            node,
+            generation,
+        )
 
     def marked(self, finding: Finding, generation: int, now: float) -> Finding:
         """Return the finding, with the drill as its source where it follows from that."""

@@ -138,6 +138,8 @@ def test_which_agent_ends_by_it() -> None:
     assert drills.ends_agent(1, 1)
     assert not drills.ends_agent(2, 1)
     assert not drills.ends_agent(1, 2)
+    drills.strike(struck_by(CUT), NOW, STALL_S)
+    assert not drills.ends_agent(1, 1), "that of a node that was cut off may end at any time"
 
 
 def test_which_node_is_silent_by_it() -> None:

@@ -21,7 +21,7 @@ from msgspec import structs
 
 from ckptless import __version__
 from ckptless.daemon.ckptctl.main import ckptctl
-from ckptless.daemon.ckptctl.shared import source
+from ckptless.daemon.ckptctl.shared import options, source
 from ckptless.daemon.ckptctl.timeline import p99
 from ckptless.daemon.ledger.store import Ledger
 from ckptless.daemon.protocol.limits import size_text
@@ -207,6 +207,20 @@ def test_it_is_shown_again_and_again(run: Run, monkeypatch: pytest.MonkeyPatch, 
     assert once.output
     assert again.stdout == once.stdout * 3
     assert run(command, "--watch", "0").exit_code == 2
+
+
+def test_what_ends_with_an_exit_code_is_shown_before() -> None:
+    """As `ckptctl health --exit-code` does."""
+
+    @click.command()
+    @options.common
+    @options.watched
+    def unwell(_asked: options.Asked) -> None:
+        click.echo("a lamp is red")
+        sys.exit(1)
+
+    found = CliRunner().invoke(unwell, ["--watch", "1"])
+    assert (found.exit_code, found.stdout) == (1, "a lamp is red\n")
 
 
 # jobs

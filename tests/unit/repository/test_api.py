@@ -3,10 +3,8 @@
 from __future__ import annotations
 
 import ast
-import importlib.util
 import re
 from pathlib import Path
-from types import ModuleType
 
 import pytest
 
@@ -15,18 +13,11 @@ from ckptless.daemon.protocol import errors as protocol
 from ckptless.pytorch_hooks import errors as hooks
 from ckptless.pytorch_hooks.running.standalone import StandaloneRun
 
+from . import writer_of
+
 ROOT = Path(__file__).parents[3]
 # What a docstring may name that is not of ours.
 THEIRS = {"RuntimeError", "ValueError"}
-
-
-def writer() -> ModuleType:
-    spec = importlib.util.spec_from_file_location("api_page", ROOT / "docs" / "api.py")
-    assert spec is not None
-    assert spec.loader is not None
-    module = importlib.util.module_from_spec(spec)
-    spec.loader.exec_module(module)
-    return module
 
 
 PAGE = (ROOT / "docs" / "api.md").read_text()
@@ -34,15 +25,15 @@ HEADINGS = set(re.findall(r"^### (\S+)$", PAGE, re.MULTILINE))
 
 
 def test_the_page_is_that_of_the_code() -> None:
-    assert writer().page() == PAGE, "run `make api`"
+    assert writer_of("api").page() == PAGE, "run `make api`"
 
 
 def test_what_is_exported_is_there() -> None:
     assert {f"ckptless.{name}" for name in ckptless.__all__ if name not in ("Run", "__version__")} <= HEADINGS
     adapters = [path for path in (ROOT / "src" / "ckptless").glob("*.py") if "\n__all__" in path.read_text()]
-    assert {
-        f"ckptless.{path.stem}" for path in adapters if path.stem != "__init__"
-    } == writer().MODULES.keys() - {"ckptless"}
+    assert {f"ckptless.{path.stem}" for path in adapters if path.stem != "__init__"} == writer_of(
+        "api"
+    ).MODULES.keys() - {"ckptless"}
 
 
 def test_what_run_has_without_an_agent_is_there_and_nothing_else() -> None:
@@ -54,7 +45,7 @@ def test_what_run_has_without_an_agent_is_there_and_nothing_else() -> None:
 
 @pytest.mark.parametrize("name", sorted(set(re.findall(r"^### run\.(\w+)$", PAGE, re.MULTILINE))))
 def test_a_call_takes_the_same_with_an_agent_and_without(name: str) -> None:
-    module = writer()
+    module = writer_of("api")
     here = module.methods(module.class_at(module.ALONE))[name].args
     there = module.of_run()[name].args
     for kind in ("args", "kwonlyargs"):
@@ -79,9 +70,11 @@ def test_every_variable_is_one_of_the_code() -> None:
         for room in ("daemon", "pytorch_hooks", "src/ckptless")
         for path in (ROOT / room).rglob("*.py")
     )
-    assert [name for name in writer().VARIABLES if f'"{name}' not in code and f"{name}=" not in code] == []
+    assert [
+        name for name in writer_of("api").VARIABLES if f'"{name}' not in code and f"{name}=" not in code
+    ] == []
 
 
 def test_a_name_that_is_not_there_is_no_page() -> None:
     with pytest.raises(LookupError, match="has no nothing"):
-        writer().found("ckptless", "nothing")
+        writer_of("api").found("ckptless", "nothing")

@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 import ast
-import importlib.util
 import re
 from collections.abc import Iterator
 from pathlib import Path
 
 from ckptless.daemon.ckptlessd.planning.plan import RUNGS
 from ckptless.daemon.ledger.event_kinds import GROUPS, KINDS
+
+from . import writer_of
 
 ROOT = Path(__file__).parents[3]
 # Who tells of something, by the name of the function; the kind is one of its first three arguments.
@@ -79,9 +80,4 @@ def test_no_kind_has_two_entries_and_all_are_sentences() -> None:
 
 
 def test_the_page_has_the_table() -> None:
-    spec = importlib.util.spec_from_file_location("events_page", ROOT / "docs" / "events.py")
-    assert spec is not None
-    assert spec.loader is not None
-    module = importlib.util.module_from_spec(spec)
-    spec.loader.exec_module(module)
-    assert (ROOT / "docs" / "events.md").read_text() == module.page(), "run `make events`"
+    assert (ROOT / "docs" / "events.md").read_text() == writer_of("events").page(), "run `make events`"

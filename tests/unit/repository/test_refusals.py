@@ -3,12 +3,11 @@
 from __future__ import annotations
 
 import ast
-import importlib.util
-import sys
 from pathlib import Path
-from types import ModuleType
 
 import pytest
+
+from . import writer_of
 
 ROOT = Path(__file__).parents[3]
 # Raised, and no refusal that a user reads as such: of what comes over a wire or lies in memory (users see
@@ -25,17 +24,7 @@ NOT_SAID = {
 }
 
 
-def writer() -> ModuleType:
-    spec = importlib.util.spec_from_file_location("refusals_page", ROOT / "docs" / "refusals.py")
-    assert spec is not None
-    assert spec.loader is not None
-    module = importlib.util.module_from_spec(spec)
-    sys.modules[spec.name] = module
-    spec.loader.exec_module(module)
-    return module
-
-
-REFUSALS = writer()
+REFUSALS = writer_of("refusals")
 FOUND = REFUSALS.refusals()
 
 
