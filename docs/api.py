@@ -102,6 +102,7 @@ VARIABLES = {
     "TORCHELASTIC_RUN_ID": "the job's name (`ckptctl jobs`)",
     "OMP_NUM_THREADS": "1 where it was not set and several ranks share a machine",
     "CKPTLESS_AGENT_SOCKET": "is there where a rank is protected; to be read, not to be set",
+    "CKPTLESS_LOG_FORMAT": "`json` where ckptless logs lines of JSON in a rank, of `--log-format`",
     "CKPTLESS_POLICY": "values for each number of nodes as JSON, of `--elastic-policy`: read `run.policy`",
     "CKPTLESS_REHEARSAL": "is there in [a rehearsal](rehearsal.md) alone",
     "CKPTLESS_DATA_CACHE": "a folder for what `ckptless.data` unpacks and counts; yours to set",

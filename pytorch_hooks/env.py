@@ -6,6 +6,7 @@ from dataclasses import dataclass
 AGENT_SOCKET = "CKPTLESS_AGENT_SOCKET"
 RESUME = "CKPTLESS_RESUME"
 POLICY = "CKPTLESS_POLICY"
+LOG_FORMAT = "CKPTLESS_LOG_FORMAT"
 
 
 @dataclass(frozen=True)
@@ -13,7 +14,7 @@ class Environment:
     """The values of torchrun's variables; a process that nobody launched is a world of one.
 
     `resume`: the folder of a saved step to go on from, "" for none. `policy`: values for each number of nodes
-    as JSON, "" for none.
+    as JSON, "" for none. `log_format`: "json", or anything else for the script's own.
     """
 
     agent_socket: str | None
@@ -24,6 +25,7 @@ class Environment:
     resume: str
     local_world_size: int
     policy: str
+    log_format: str
 
 
 def read() -> Environment:
@@ -36,6 +38,7 @@ def read() -> Environment:
         resume=os.environ.get(RESUME, ""),
         local_world_size=int(os.environ.get("LOCAL_WORLD_SIZE", "1")),
         policy=os.environ.get(POLICY, ""),
+        log_format=os.environ.get(LOG_FORMAT, ""),
         launched="RANK" in os.environ and "MASTER_ADDR" in os.environ,
     )
 

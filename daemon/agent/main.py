@@ -79,7 +79,8 @@ def command(
         if (path is None) is not slurm:
             raise UsageError("agents are started by ckptless-run")
         config = _of_file(path) if path else of_this_node(os.environ, len(os.sched_getaffinity(0)))
-        log.configure(f"agent[{config.name}]", verbose=verbose)
+        log.configure(f"agent[{config.name}]", verbose=verbose, log_format=config.log_format)
+        log.always(job=config.spec.job)
         set_process_name("ckptless-agent")
         zygote = (zygote_pid, zygote_fd) if zygote_pid is not None and zygote_fd is not None else None
         ignore_others()

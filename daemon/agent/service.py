@@ -32,6 +32,7 @@ from ckptless.daemon.agent.versions.room import Room
 from ckptless.daemon.agent.versions.state_service import FromTraining, StateService
 from ckptless.daemon.agent.versions.store import VersionStore
 from ckptless.daemon.agent.versions.twins import AgentTwins
+from ckptless.daemon.protocol import log
 from ckptless.daemon.protocol import messages as m
 from ckptless.daemon.protocol.codec import check_protocol
 from ckptless.daemon.protocol.errors import StartError
@@ -309,8 +310,21 @@ class Agent:
         elif isinstance(message, SaveNow):
             self._saving.save_soon(message, self._daemon.send)
         else:
+            self._log(message)
             self._core.obey(message, asyncio.get_running_loop().time())
             self._settle()
+
+    def _log(self, order: m.Order) -> None:
+        """Log what comes of a fault, by its id; orders are repeated."""
+        current = self._core.assignment.generation if self._core.assignment is not None else 0
+        match order:
+            case m.Stop() if order.generation == current != self._core.frozen:
+                log.always(faults=order.faults)
+                logger.info("generation %d stops: %s%s", current, order.reason, log.after(order.faults))
+            case m.Assign() if order.assignment.generation > current:
+                new = order.assignment
+                log.always(generation=new.generation, faults=new.faults)
+                logger.info("generation %d (%s)%s", new.generation, new.rung, log.after(new.faults))
 
     def _tell_launcher(self, message: m.Draw | m.GiveBack) -> None:
         if self._config.draw_dir is not None:
@@ -416,5 +430,8 @@ class Agent:
     def _stepped(self, slot: Slot, message: m.Commit | m.Stepped, *, first: bool) -> None:
         if isinstance(message, m.Commit):
             self._saving.saver.committed(message.step)
+        if first and (new := self._core.assignment) is not None and new.faults:
+            text = "generation %d%s: slot %d has made its first step, %d"
+            logger.info(text, new.generation, log.after(new.faults), slot.index, message.step)
         self._core.stepped(slot, message, first=first)
         self._settle()

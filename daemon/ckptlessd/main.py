@@ -209,7 +209,7 @@ def command(path: Path | None, local: Path | None, verbose: bool) -> None:
             log.configure(who, verbose=verbose, level=level, log_format=kind, elsewhere=journal)
             sys.exit(asyncio.run(_serve(settings, name)))
         config = load(local, LocalConfig)
-        log.configure(f"ckptlessd[{config.daemon.name}]", verbose=verbose)
+        log.configure(f"ckptlessd[{config.daemon.name}]", verbose=verbose, log_format=config.log_format)
         sys.exit(asyncio.run(_serve_local(config)))
     except CkptlessError as error:
         click.echo(f"ckptlessd: error: {error}", err=True)

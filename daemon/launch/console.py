@@ -3,11 +3,11 @@
 import logging
 import os
 import re
-import sys
 from collections.abc import Sequence
 from pathlib import Path
 from typing import BinaryIO
 
+from ckptless.daemon.protocol.log import QUOTED
 from ckptless.daemon.protocol.messages import Outcome
 
 logger = logging.getLogger(__name__)
@@ -82,8 +82,7 @@ def last_words(log: Path | None, rank: int | None, elsewhere: str) -> None:
     if lines:
         logger.error("the last that rank %s printed:", rank)
         for line in lines:
-            # A line of the log is one line: these are the rank's own.
-            print(f"    {line}", file=sys.stderr)
+            logger.error("%s", line, extra={QUOTED: True})
     logger.error("the whole log of rank %s: %s", rank, log)
 
 

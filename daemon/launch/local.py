@@ -163,6 +163,7 @@ class LocalRun:
                 socket=self._socket(node, "daemon"),
                 key_file=str(key_file),
                 peers=peers,
+                log_format=self._config.log_format,
             )
             _write(node.dir / "daemon.json", daemon)
             config = self._agent_config(node)

@@ -1,6 +1,7 @@
 """`ckptless-run`: torchrun's command line, in a Slurm job, or with `--local` on one machine."""
 
 import asyncio
+import logging
 import os
 import sys
 from collections.abc import Callable
@@ -18,6 +19,8 @@ from ckptless.daemon.launch.torchrun import NOT_NEEDED, NOT_OF_THE_ENVIRONMENT, 
 from ckptless.daemon.protocol import log
 from ckptless.daemon.protocol.errors import CkptlessError
 from ckptless.daemon.settings.options import RUN_ROWS
+
+logger = logging.getLogger(__name__)
 
 EPILOG = """\b
 Examples:
@@ -110,7 +113,8 @@ def command(script: str, script_args: tuple[str, ...], **params: object) -> None
     processes that are well stay alive through a fault and go on at the same step.
     """
     said = given(params)
-    log.configure("ckptless-run", verbose="verbose" in said)
+    json = said.get("log_format") == "json"
+    log.configure("ckptless-run", verbose="verbose" in said, log_format="json" if json else "text")
     try:
         check_torch()
         if recovers(said, os.environ) and names_ckptless(script, Path.cwd(), module="module" in said):
@@ -123,7 +127,10 @@ def command(script: str, script_args: tuple[str, ...], **params: object) -> None
         run = build(script, script_args, said, os.environ)
         sys.exit(run.run() if isinstance(run, StepRun) else asyncio.run(run.run()))
     except CkptlessError as error:
-        click.echo(f"ckptless-run: error: {error}", err=True)
+        if json:
+            logger.error("%s", error)  # noqa: TRY400  # no traceback of what the user is to change
+        else:
+            click.echo(f"ckptless-run: error: {error}", err=True)
         sys.exit(error.exit_code)
 
 

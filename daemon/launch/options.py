@@ -175,6 +175,7 @@ def _config(
         shutdown_s=shutdown_s(options, env),
         start_s=float(options.start_timeout),
         policy=_policy(spec, options),
+        log_format=options.log_format,
     )
     save = save_config(given, options, spec.nodes * spec.slots_per_node)
     return replace(config, save=save, spec=replace(spec, saved_step=saved_step(save)))

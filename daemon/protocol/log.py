@@ -1,9 +1,10 @@
-"""Logging of the daemon, agent and launcher: one line per event on standard error, as text or as JSON."""
+"""Logging of all of this package's programs: one line per event on standard error, as text or as JSON."""
 
 import json
 import logging
 import re
 import sys
+from collections.abc import Sequence
 from datetime import UTC, datetime
 from typing import Literal, TypeAlias
 
@@ -12,6 +13,7 @@ import msgspec
 from ckptless.daemon.protocol.limits import one_line
 
 LogFormat: TypeAlias = Literal["text", "json", "journal"]
+RunLogFormat: TypeAlias = Literal["text", "json"]
 
 # What each line begins with, see `configure`.
 LOG_PREFIX = re.compile(r"^\d\d:\d\d:\d\d\.\d{3} \S+ [A-Z]+ ")
@@ -22,11 +24,12 @@ class OneLine(logging.Formatter):
 
     def formatMessage(self, record: logging.LogRecord) -> str:  # logging's own name
         """The line; a traceback is not part of it."""
-        return one_line(super().formatMessage(record))
+        quoted = hasattr(record, QUOTED)
+        return one_line(f"    {record.message}" if quoted else super().formatMessage(record))
 
 
 class JsonLine(logging.Formatter):
-    """Writes a JSON object a line: time (RFC 3339, UTC), who, level, text; and what `about` gives it.
+    """Writes a JSON object a line: time (RFC 3339, UTC), who, level, text; what `about` and `always` give it.
 
     A traceback is in `error`.
     """
@@ -38,12 +41,13 @@ class JsonLine(logging.Formatter):
     def format(self, record: logging.LogRecord) -> str:
         """The line."""
         at = datetime.fromtimestamp(record.created, UTC).isoformat(timespec="milliseconds")
-        line = {
+        line: dict[str, object] = {
             "time": at.replace("+00:00", "Z"),
             "who": self._who,
             "level": record.levelname.lower(),
             "text": record.getMessage(),
         }
+        line |= _ALWAYS
         if record.exc_info:
             line["error"] = self.formatException(record.exc_info)
         row = getattr(record, ROW, None)
@@ -55,11 +59,25 @@ class JsonLine(logging.Formatter):
 
 # The attribute of a line of log that has the row of the ledger that it tells of.
 ROW = "ledger_row"
+# That of a line that is somebody else's: as text it has no time and no name in front.
+QUOTED = "quoted"
+# This process' own: what all its lines of JSON say.
+_ALWAYS: dict[str, object] = {}
+
+
+def always(**fields: object) -> None:
+    """Have every line of JSON of this process say this, too, from now on."""
+    _ALWAYS.update(fields)
 
 
 def about(row: msgspec.Struct) -> dict[str, msgspec.Struct]:
     """Return what to give a logger as `extra`, so that a line of JSON has this row of the ledger, too."""
     return {ROW: row}
+
+
+def after(faults: Sequence[str]) -> str:
+    """Return what to end a sentence with of what follows from these faults."""
+    return f" (fault{'s' if len(faults) > 1 else ''} {', '.join(faults)})" if faults else ""
 
 
 def configure(
@@ -80,3 +98,12 @@ def configure(
         handler = logging.StreamHandler(sys.stderr)
         handler.setFormatter(JsonLine(name) if log_format == "json" else OneLine(form, "%H:%M:%S"))
     logging.basicConfig(level=logging.DEBUG if verbose else level.upper(), handlers=[handler])
+
+
+def configure_package(name: str) -> None:
+    """Have this package's loggers write JSON to standard error; other logging here is the user's own."""
+    handler = logging.StreamHandler(sys.stderr)
+    handler.setFormatter(JsonLine(name))
+    ours = logging.getLogger("ckptless")
+    ours.handlers, ours.propagate = [handler], False
+    ours.setLevel(logging.INFO)

@@ -179,11 +179,15 @@ class JobKey(Message, frozen=True, kw_only=True):
 
 
 class Stop(Clipped, Message, frozen=True, kw_only=True):
-    """Leave `generation`: freeze, tell the ranks. `kill` are slots whose process must end now."""
+    """Leave `generation`: freeze, tell the ranks. `kill` are slots whose process must end now.
+
+    `faults`: the ids of those that are known, for logs.
+    """
 
     generation: Generation
     reason: Text
     kill: Annotated[tuple[Place, ...], OF_RANKS] = ()
+    faults: Annotated[tuple[Name, ...], OF_RANKS] = ()
 
 
 class Assign(Message, frozen=True, kw_only=True):
@@ -317,7 +321,7 @@ class Assigned(Message, frozen=True, kw_only=True):
     encrypt cached data with; it is empty where the agent does not know that yet. `former_shards`: another
     number of ranks has committed the step that is restored, and this is what each of them had tensors of;
     empty where it was this one. `cut`: see Assignment. `sizes`: the numbers of ranks that the job may have,
-    where it is elastic. `done_step`: see Assignment.
+    where it is elastic. `done_step`: see Assignment. `faults`: the ids of those that led here, for logs.
     """
 
     generation: Generation
@@ -335,6 +339,7 @@ class Assigned(Message, frozen=True, kw_only=True):
     former_shards: Ranks = ()
     sizes: Ranks = ()
     done_step: Step = 0
+    faults: Annotated[tuple[Name, ...], OF_RANKS] = ()
 
 
 class Left(Message, frozen=True, kw_only=True):

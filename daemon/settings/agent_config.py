@@ -9,6 +9,7 @@ from typing import Any
 import msgspec
 
 from ckptless.daemon.protocol.errors import StartError, UsageError
+from ckptless.daemon.protocol.log import RunLogFormat
 from ckptless.daemon.protocol.messages import JobSpec
 from ckptless.daemon.protocol.saving import SaveConfig
 from ckptless.daemon.settings.bind import choose, choose_interface, interfaces
@@ -40,7 +41,8 @@ class SharedConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fie
     training data may take in memory. `shutdown_s`: from SIGTERM until a rank gets SIGKILL. `in_step`: the
     agents are the job's step, beside which there is no launcher. `draw_dir`: where an agent tells the
     launcher how many nodes are to be drawn in, and which are given back; None: nobody looks. `policy`:
-    values of the user's own for each number of nodes, as JSON; "" for none.
+    values of the user's own for each number of nodes, as JSON; "" for none. `log_format`: the agent's,
+    and of what this package logs in its ranks.
     """
 
     spec: JobSpec
@@ -65,6 +67,7 @@ class SharedConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fie
     shutdown_s: float = DEFAULT_SHUTDOWN_S
     in_step: bool = False
     policy: str = ""
+    log_format: RunLogFormat = _RUN.log_format
 
     @property
     def leave_s(self) -> float:

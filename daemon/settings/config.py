@@ -7,6 +7,7 @@ import msgspec
 import yaml
 
 from ckptless.daemon.protocol.errors import UsageError
+from ckptless.daemon.protocol.log import RunLogFormat
 from ckptless.daemon.settings.file import CONSTRUCTION
 from ckptless.daemon.settings.options import KeepSettings
 
@@ -66,6 +67,7 @@ class LocalConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fiel
     peers: tuple[Peer, ...]
     timers: Timers = Timers()
     keep: KeepConfig = KeepConfig()
+    log_format: RunLogFormat = "text"
 
     @property
     def daemon(self) -> DaemonConfig:

@@ -22,7 +22,7 @@ from click import STRING
 from ckptless.daemon.protocol.errors import UsageError
 from ckptless.daemon.protocol.health import Action
 from ckptless.daemon.protocol.limits import MOST_INTERFACES, MOST_NODES
-from ckptless.daemon.protocol.log import LogFormat
+from ckptless.daemon.protocol.log import LogFormat, RunLogFormat
 from ckptless.daemon.protocol.model import Limits
 from ckptless.daemon.settings.option_kinds import (
     Option,
@@ -542,6 +542,10 @@ class RunOptions:
     port: int = number(
         "TCP port of the daemons; 0: any free one.", high=65535, metavar="PORT", local_only=True
     ).default(0)
+    log_format: RunLogFormat = choice(
+        "The lines that ckptless itself logs, in the launcher, the agents and the ranks: text, or JSON.",
+        among=get_args(RunLogFormat),
+    ).default("text")
     verbose: bool = flag("Log more.", short="-v").default(False)
 
 

@@ -50,6 +50,8 @@ class Session:
         self._sending = threading.Lock()
         self._news = threading.Condition()
         self._assigned: m.Assigned | None = None
+        # The ids of the newest faults that this rank has heard of, for its log.
+        self.faults: tuple[str, ...] = ()
         self._ended = 0
         self._went = 0
         self._released = 0
@@ -122,11 +124,12 @@ class Session:
     def _note(self, message: m.ToRank) -> None:
         match message:
             case m.Assigned():
-                self._assigned = message
+                self._assigned, self.faults = message, message.faults
                 # Everything before the newest assignment is over, whether or not its STOP came.
                 self._ended = max(self._ended, message.generation - 1)
             case m.Stop():
                 self._ended = max(self._ended, message.generation)
+                self.faults = message.faults
             case m.Go():
                 self._went = max(self._went, message.generation)
             case m.Release():

@@ -14,6 +14,7 @@ from typing import Any, Literal, NoReturn
 
 import torch
 
+from ckptless.daemon.protocol import log
 from ckptless.daemon.protocol import messages as m
 from ckptless.daemon.protocol.errors import NoRoomError, StateUnavailableError, UsageError
 from ckptless.pytorch_hooks import env
@@ -123,6 +124,9 @@ class _Worker:
         self._over = False
         self._random = rng.capture()
         self._session = Session(socket_name)
+        if env.read().log_format == "json":
+            log.configure_package("rank")
+            log.always(job=self._session.welcome.job, slot=self._session.welcome.slot)
         page = self._session.page
         self._groups = ProcessGroups(COLLECTIVE_TIMEOUT, self._session.welcome.host, self._broken, page)
         self._session.on_stop = self._groups.abort
@@ -341,7 +345,9 @@ class _Worker:
             link.__traceback__ = None
             link = link.__context__
         sys.stdout.flush()
-        logger.debug("left: %s", cause)
+        faults, generation = self._session.faults, self._groups.generation
+        log.always(faults=faults)
+        logger.info("generation %s is left: %s%s", generation, cause.text or cause.kind, log.after(faults))
         return cause
 
 

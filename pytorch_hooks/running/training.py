@@ -17,6 +17,7 @@ import torch
 from msgspec import structs
 from torch.optim.optimizer import register_optimizer_step_post_hook, register_optimizer_step_pre_hook
 
+from ckptless.daemon.protocol import log
 from ckptless.daemon.protocol import messages as m
 from ckptless.daemon.protocol.errors import ProtocolError, RecoveryError, StateUnavailableError, UsageError
 from ckptless.daemon.protocol.page import COMMIT, COMPUTE, DATA, OPTIMIZER
@@ -322,6 +323,13 @@ class Run:
         self._exact = None
         if self.exactly is not None:
             self.exactly.check_ranks(self._most_ranks)
+        log.always(rank=part.rank, generation=part.generation, faults=part.faults)
+        if part.faults:
+            going_on = (
+                f"goes on after step {part.restore_step}" if part.restore_step is not None else "begins"
+            )
+            text = "generation %d%s: rank %d %s"
+            logger.info(text, part.generation, log.after(part.faults), part.rank, going_on)
         self._on_recovery.clear()
         self._on_resize.clear()
         job_key.learn(part.cache_key)
@@ -703,6 +711,9 @@ class Run:
         if due:
             self._cadence.committed(step)
         if self._aftermath and step > (self._assigned.restore_step or 0):
+            if step == self._built_at + 1:
+                faults = log.after(self._assigned.faults)
+                logger.info("generation %d%s: step %d is its first", self.generation, faults, step)
             # Off the critical path of the recovery: take down what the old generation left.
             self._aftermath = self._groups.sweep() > 0
         if self._rehearsing is not None:

@@ -67,6 +67,51 @@ def test_who_died_and_why(tmp_path: Path) -> None:
     assert len(recovered(ledger)) == 2
 
 
+def lines_of(log: Path) -> list[dict[str, Any]]:
+    """The lines of JSON of a log; a rank's has others, too."""
+    return [json.loads(line) for line in log.read_text().splitlines() if line.startswith("{")]
+
+
+def test_one_id_follows_a_fault_through_all_logs(tmp_path: Path) -> None:
+    killed, options = [fault("forward", "kill", 1, 20)], ("--log-format", "json")
+    with toy(tmp_path, killed, nodes=2, steps=40, options=options) as job:
+        job.ended(0, 200.0)
+        ledger = job.ledger()
+    (died,) = [one for one in ledger.faults if one.kind == "died"]
+    (recovery,) = recovered(ledger)
+    assert died.fault in recovery.faults
+
+    def says(log: str) -> list[str]:
+        """What comes of the fault, in order; each line has its id as a field."""
+        found = [one for one in lines_of(job.state_dir / log) if died.fault in one.get("faults", ())]
+        assert {one["job"] for one in found} == {recovery.job}
+        return [one["text"] for one in found]
+
+    daemons = [line for node in (0, 1) for line in lines_of(job.state_dir / f"node-{node}/daemon.log")]
+    told = [one["record"] for one in daemons if "record" in one]
+    assert died.fault in {record.get("fault") for record in told}
+    assert any(died.fault in record.get("faults", ()) for record in told)
+    step = recovery.restore_step
+    assert step is not None
+    after, goes_on = f"generation 2 (fault {died.fault})", f"goes on after step {step}"
+    for node in (0, 1):
+        # The stop may be for what was noticed first, the end of a connection.
+        follows, first = says(f"node-{node}/agent.log")[-2:]
+        assert follows == f"generation 2 ({recovery.rung}) (fault {died.fault})"
+        assert first == f"{after}: slot 0 has made its first step, {step + 1}"
+        rank = says(f"node-{node}/logs/rank-{node:05d}.log")[-2:]
+        assert rank == [f"{after}: rank {node} {goes_on}", f"{after}: step {step + 1} is its first"]
+        (stops,) = [
+            line for line in lines_of(job.state_dir / f"node-{node}/agent.log") if "stops:" in line["text"]
+        ]
+        assert set(stops["faults"]) <= {one.fault for one in ledger.faults}
+        assert stops["faults"]
+    left = lines_of(job.state_dir / "node-0/logs/rank-00000.log")[0]
+    assert left["text"].startswith("generation 1 is left: ")
+    for line in job.stderr.splitlines():
+        assert json.loads(line)["who"] == "ckptless-run"
+
+
 def test_the_end_says_what_the_rank_that_failed_printed_last(tmp_path: Path) -> None:
     script = tmp_path / "train.py"
     script.write_text(SCRIPT)

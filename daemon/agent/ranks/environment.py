@@ -10,6 +10,8 @@ AGENT_SOCKET = "CKPTLESS_AGENT_SOCKET"
 RESUME = "CKPTLESS_RESUME"
 # Values of the user's own for each number of nodes, as JSON; empty for none.
 POLICY = "CKPTLESS_POLICY"
+# What lines are that this package logs in a rank: "json", or as the script has them.
+LOG_FORMAT = "CKPTLESS_LOG_FORMAT"
 SPARE_RANK = -1
 # With one root for each rank, every NCCL id is asked of the store, which computes it.
 RANKS_PER_ROOT = "TORCH_NCCL_RANKS_PER_ROOT"
@@ -22,7 +24,7 @@ NCCL_COMM_ID = "NCCL_COMM_ID"
 # and asks the store for many addresses at once. ckptless.run's own groups are connected at once all the same:
 # what is to be cut at a fault has to be known.
 GLOO = {"TORCH_GLOO_LAZY_INIT": "1", "GLOO_ENABLE_STORE_V2_API": "1"}
-_NOT_THE_USERS = frozenset((NCCL_COMM_ID, AGENT_SOCKET, RESUME, POLICY))
+_NOT_THE_USERS = frozenset((NCCL_COMM_ID, AGENT_SOCKET, RESUME, POLICY, LOG_FORMAT))
 
 
 def user_env(env: Mapping[str, str]) -> dict[str, str]:

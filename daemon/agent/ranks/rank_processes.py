@@ -21,6 +21,7 @@ from ckptless.daemon.agent.core.slots import Slot
 from ckptless.daemon.agent.ranks.console import ConsoleOutput, RankOutput, rank_log_path
 from ckptless.daemon.agent.ranks.environment import (
     AGENT_SOCKET,
+    LOG_FORMAT,
     POLICY,
     RANKS_PER_ROOT,
     RESUME,
@@ -156,7 +157,12 @@ class RankProcesses:
         """Return the variables by which ckptless.run finds the agent; a script without them is plain."""
         if not self._config.spec.recovers:
             return {}
-        return {AGENT_SOCKET: self._config.rank_socket, RESUME: self._resume, POLICY: self._config.policy}
+        return {
+            AGENT_SOCKET: self._config.rank_socket,
+            RESUME: self._resume,
+            POLICY: self._config.policy,
+            LOG_FORMAT: self._config.log_format,
+        }
 
     def _destination(self, pid: int, rank: int | None) -> tuple[Path, str, ConsoleOutput | None]:
         """Return the log file, the prefix, and the console if it is to be shown there."""

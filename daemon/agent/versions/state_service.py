@@ -94,6 +94,7 @@ class StateService:
             former_shards=assignment.former.shards if assignment.former is not None else (),
             sizes=self.sizes,
             done_step=assignment.done_step,
+            faults=assignment.faults,
         )
 
     # ----------------------------------------------------------------------------------- commits

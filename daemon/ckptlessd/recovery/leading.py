@@ -293,7 +293,11 @@ class Leading:
     ) -> None:
         self.log.stopped(now, age_s)
         self._killed = {*kill}
-        self._broadcast(m.Stop(generation=assignment.generation, reason=reason, kill=kill), now)
+        self._broadcast(self._stop_order(assignment.generation, reason, kill), now)
+
+    def _stop_order(self, generation: int, reason: str, kill: tuple[m.Place, ...]) -> m.Stop:
+        faults = tuple(fault.id for fault in self.log.faults)
+        return m.Stop(generation=generation, reason=reason, kill=kill, faults=faults)
 
     def _replan(self, progress: GenerationProgress, spec: m.JobSpec, now: float) -> None:
         """Once every agent is frozen and every rank is out: the next generation."""
@@ -362,7 +366,7 @@ class Leading:
         self.job.since = now
         self._killed.update(places)
         generation = progress.assignment.generation
-        self._broadcast(m.Stop(generation=generation, reason=why, kill=tuple(places)), now)
+        self._broadcast(self._stop_order(generation, why, tuple(places)), now)
 
     # --------------------------------------------------------------------------------------- orders
 
@@ -378,7 +382,7 @@ class Leading:
         generation = progress.assignment.generation
         kill = tuple(place for place in progress.inside if place in self._killed)
         orders: dict[str, m.Order] = {
-            "stopping": m.Stop(generation=generation, reason="repeated", kill=kill),
+            "stopping": self._stop_order(generation, "repeated", kill),
             "restoring": m.Go(generation=generation),
             "releasing": m.Release(generation=generation),
         }

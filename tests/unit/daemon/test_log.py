@@ -164,6 +164,42 @@ def test_a_traceback_is_a_field_of_its_line() -> None:
     assert line["error"].endswith("ValueError: it")
 
 
+def test_what_somebody_else_said_is_quoted() -> None:
+    """As text without time and name in front, as JSON a line like others."""
+    for log_format in ("text", "json"):
+        with logging_as(log_format=log_format) as out:
+            logging.getLogger("x").error("%s", "  its\x1b[2J words", extra={log.QUOTED: True})
+        if log_format == "text":
+            assert out.getvalue() == "      its\\x1b[2J words\n"
+        else:
+            assert json.loads(out.getvalue())["text"] == "  its\x1b[2J words"
+
+
+def test_what_a_process_always_says(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(log, "_ALWAYS", {})
+    with logging_as(log_format="json") as out:
+        log.always(job="4711", faults=("g1.t1.1",))
+        logging.getLogger("x").info("one")
+        log.always(faults=())
+        logging.getLogger("x").info("two")
+    first, second = (json.loads(line) for line in out.getvalue().splitlines())
+    assert (first["job"], first["faults"]) == ("4711", ["g1.t1.1"])
+    assert (second["job"], second["faults"]) == ("4711", [])
+
+
+def test_a_script_keeps_its_own_logging(capsys: pytest.CaptureFixture[str]) -> None:
+    ours = logging.getLogger("ckptless")
+    before = ours.handlers, ours.propagate, ours.level
+    try:
+        log.configure_package("rank")
+        logging.getLogger("ckptless.x").info("ours")
+        logging.getLogger("theirs").error("not ours")
+    finally:
+        ours.handlers, ours.propagate, ours.level = before
+    (line,) = [one for one in capsys.readouterr().err.splitlines() if one.startswith("{")]
+    assert (json.loads(line)["who"], json.loads(line)["text"]) == ("rank", "ours")
+
+
 def test_text_is_as_ever() -> None:
     with logging_as(verbose=True) as out:
         logging.getLogger("x").debug("a\nb", extra=log.about(FAULT))

@@ -48,18 +48,14 @@ def test_what_it_printed_does_not_drive_the_terminal() -> None:
     assert len(line) < 1000
 
 
-def test_what_is_said(
-    tmp_path: Path, caplog: pytest.LogCaptureFixture, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_what_is_said(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
     log = tmp_path / "rank-00003.log"
     log.write_bytes(b"\xff" * (1 << 20) + b"\n" + "\n".join(RAISED).encode())
     with caplog.at_level(logging.ERROR):
         last_words(log, 3, "elsewhere")
-        first, where = (record.getMessage() for record in caplog.records)
-        said = capsys.readouterr().err
+        first, *printed, where = (record.getMessage() for record in caplog.records)
         assert first == "the last that rank 3 printed:"
-        assert said.startswith("    Traceback")
-        assert said.endswith("\n    ValueError: no such\n    thing\n")
+        assert printed[-5:] == RAISED
         assert where == f"the whole log of rank 3: {log}"
         caplog.clear()
         last_words(tmp_path / "none", 3, "/logs")
