@@ -18,9 +18,12 @@ import statistics
 import sys
 import time
 from collections.abc import Callable, Iterator
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, field, replace
 from pathlib import Path
 from typing import TypeAlias
+
+from ckptless.daemon.ledger.merge import read_all
+from ckptless.daemon.protocol.records import PHASES
 
 from .systems import SYSTEMS, Case, Running, System, plain, running
 
@@ -56,6 +59,8 @@ class Outcome:
     losses: int
     differ: int
     stuck: str = ""
+    # Of ours, by its ledger: the median of each phase of the recoveries, in seconds.
+    phases: dict[str, float] = field(default_factory=dict)
 
 
 def lines(run: Running) -> dict[int, list[Line]]:
@@ -141,10 +146,17 @@ def measure(system: System, case: Case, kills: int, seed: int) -> tuple[Outcome,
         except StuckError as error:
             stuck = str(error)
         found = lines(run)
+        phases = phases_of(run.out / "state")
     done = completions(found)
     step_s = statistics.median([b - a for a, b in pairs(done)]) if len(done) > 2 else float("nan")
     told = [kill(found, done, victim, at, step_s) for victim, at in struck]
-    return Outcome(told, step_s, 0, 0, stuck), found
+    return Outcome(told, step_s, 0, 0, stuck, phases), found
+
+
+def phases_of(state_dir: Path) -> dict[str, float]:
+    """Return the median of each phase of the recoveries in a ledger, in order; none where there is none."""
+    found = [one.phases for one in read_all(state_dir).recoveries] if state_dir.exists() else []
+    return {name: statistics.median(one.get(name, 0.0) for one in found) for name in PHASES if found}
 
 
 def pairs(values: list[float]) -> Iterator[tuple[float, float]]:
@@ -177,9 +189,7 @@ def compared(outcome: Outcome, found: dict[int, list[Line]], reference: dict[int
         for step, loss, _ in rows
         if (rank, step) in clean
     ]
-    return Outcome(
-        outcome.kills, outcome.step_s, len(losses), sum(1 for a, b in losses if a != b), outcome.stuck
-    )
+    return replace(outcome, losses=len(losses), differ=sum(1 for a, b in losses if a != b))
 
 
 def without_faults(case: Case, steps: int) -> dict[int, list[Line]]:
@@ -248,9 +258,10 @@ def show(name: str, case: Case, outcome: Outcome, load: float) -> None:
     back = f", back {statistics.median(one.back_s for one in outcome.kills):.3f}" if stalls else ""
     redone = f", redone {max((one.redone for one in outcome.kills), default=0)}"
     stuck = ", STUCK" if outcome.stuck else ""
+    phases = "".join(f", {name} {1000 * seconds:.0f}" for name, seconds in outcome.phases.items())
     sys.stderr.write(
         f"{case}: {name}: {text}{back}{redone}, {outcome.differ} of {outcome.losses} losses differ, "
-        f"step {outcome.step_s * 1000:.0f} ms, load {load:.1f}{stuck}\n"
+        f"step {outcome.step_s * 1000:.0f} ms, load {load:.1f}{stuck}{phases}\n"
     )
 
 
