@@ -28,7 +28,7 @@ def main() -> None:
         # A Ctrl-C at the terminal is the agent's to answer.
         os.setsid()
         # They are loaded: this only says what in them does not go well with fork.
-        zygote.live(theirs, agent, options.preload)
+        zygote.live(theirs, agent, options.preload, ahead=True)
         return
     ours.set_inheritable(True)
     words = [sys.executable, *command, "--zygote-pid", str(child), "--zygote-fd", str(ours.fileno())]

@@ -60,7 +60,7 @@ class Agent:
         """`zygote`: pid and socket of one that this process has already, see `local_fork`."""
         self._config, self._own_zygote = config, zygote
         self._versions = VersionStore()
-        self._zygote = Zygote(self._event)
+        self._zygote = Zygote(self._event, ahead=True)
         self._console = ConsoleOutput(1, self._event)
         self._core = AgentCore(config.node, config.spec.slots_per_node, config.spec.limits.pong_s)
         self._rank_processes = RankProcesses(config, self._core, self._zygote, self._console, self._settle)

@@ -91,11 +91,13 @@ def events() -> list[tuple[str, str]]:
     return []
 
 
-def as_agent(events: list[tuple[str, str]], body: Body, preload: tuple[str, ...] = ("json",)) -> None:
+def as_agent(
+    events: list[tuple[str, str]], body: Body, preload: tuple[str, ...] = ("json",), *, ahead: bool = False
+) -> None:
     """Run `body` with a zygote, as an agent would; every wait in it ends at DEADLINE_S."""
 
     async def main() -> None:
-        zygote = Logging(lambda kind, text: events.append((kind, text)))
+        zygote = Logging(lambda kind, text: events.append((kind, text)), ahead=ahead)
         async with asyncio.timeout(DEADLINE_S):
             try:
                 await zygote.start(preload, ENV, DEADLINE_S)
@@ -388,16 +390,22 @@ def test_a_spawn_given_up_runs_nothing(tmp_path: Path, events: list[tuple[str, s
 
 
 AGENT = """
-import asyncio, pathlib, sys
+import asyncio, os, pathlib, sys
 from ckptless.daemon.agent.ranks.processes import SpawnSpec, Zygote
 async def main():
     here = pathlib.Path(sys.argv[1])
-    zygote = Zygote(print)
+    zygote = Zygote(print, ahead=True)
     await zygote.start(["json"], {}, 60)
     spec = SpawnSpec(argv=("-c.py",), env={}, cwd=here)
     with (here / "rank.log").open("ab") as log:
         ranks = [await zygote.spawn(spec, log.fileno()) for _ in range(2)]
-    print(zygote.pid, *(rank.pid for rank in ranks), flush=True)
+    children = pathlib.Path(f"/proc/self/task/{os.getpid()}/children")
+    ahead = False
+    while not ahead:
+        await asyncio.sleep(0.01)
+        pids = children.read_text().split()
+        ahead = any(pathlib.Path(f"/proc/{pid}/comm").read_text() == "ckptless-ahead\\n" for pid in pids)
+    print(*pids, flush=True)
     await asyncio.sleep(600)
 asyncio.run(main())
 """
@@ -411,7 +419,7 @@ def test_zygote_and_ranks_die_with_the_agent(tmp_path: Path, stopped: bool) -> N
         assert agent.stdout is not None
         pids = [int(pid) for pid in agent.stdout.readline().split()]
         try:
-            assert len(pids) == 3
+            assert len(pids) == 4
             assert all(map(alive, pids))
             if stopped:
                 # None of them does anything by itself now: only the kernel can end them.
@@ -427,6 +435,72 @@ def test_zygote_and_ranks_die_with_the_agent(tmp_path: Path, stopped: bool) -> N
     while any(map(alive, pids)):
         assert time.monotonic() < deadline, f"still there: {[pid for pid in pids if alive(pid)]}"
         time.sleep(0.01)
+
+
+def forked_ahead() -> int | None:
+    """The process that waits for what is asked next."""
+    for pid in children():
+        if Path(f"/proc/{pid}/comm").read_text() == "ckptless-ahead\n":
+            return pid
+    return None
+
+
+def test_what_is_asked_next_is_there_already(tmp_path: Path, events: list[tuple[str, str]]) -> None:
+    """Every one after a quiet moment, and two at once are two."""
+    path = script(tmp_path, "import os, sys; print(os.getpid(), os.environ['WHICH'], *sys.argv[1:])")
+
+    async def body(zygote: Logging) -> None:
+        for which in ("a", "b"):
+            await until(lambda: forked_ahead() is not None)
+            waiting = forked_ahead()
+            asked = (spec(tmp_path, path, word, env={**ENV, "WHICH": which}) for word in ("x", "y"))
+            both = [await zygote.spawn(one) for one in asked]
+            assert [await one.wait() for one in both] == [0, 0]
+            told = (tmp_path / "rank.log").read_text().splitlines()[-2:]
+            assert sorted(told) == sorted([f"{both[0].pid} {which} x", f"{both[1].pid} {which} y"])
+            assert both[0].pid == waiting
+            assert both[1].pid != waiting
+
+    as_agent(events, body, ahead=True)
+    assert not events
+    assert children() == set()
+
+
+def test_one_that_has_died_ahead_is_not_missed(tmp_path: Path, events: list[tuple[str, str]]) -> None:
+    path = script(tmp_path, "print('here')")
+
+    async def body(zygote: Logging) -> None:
+        await until(lambda: forked_ahead() is not None)
+        dead = forked_ahead()
+        assert dead is not None
+        os.kill(dead, signal.SIGKILL)
+        await until(lambda: not alive(dead))
+        process = await zygote.spawn(spec(tmp_path, path))
+        assert process.pid != dead
+        assert await process.wait() == 0
+        await until(lambda: forked_ahead() is not None)
+        zygote.reap_orphans()
+        assert dead not in children()
+
+    as_agent(events, body, ahead=True)
+    assert (tmp_path / "rank.log").read_text() == "here\n"
+    assert children() == set()
+
+
+def test_it_ends_with_its_zygote(tmp_path: Path, events: list[tuple[str, str]]) -> None:
+    path = script(tmp_path, "print('here')")
+
+    async def body(zygote: Logging) -> None:
+        await until(lambda: forked_ahead() is not None)
+        waiting, before = forked_ahead(), zygote.pid
+        assert waiting is not None
+        assert before is not None
+        os.kill(before, signal.SIGKILL)
+        await until(lambda: not alive(waiting))
+        assert await (await zygote.spawn(spec(tmp_path, path))).wait() == 0
+
+    as_agent(events, body, ahead=True)
+    assert [kind for kind, _ in events] == ["zygote-died", "zygote-restarted"]
 
 
 def test_twenty_spawns_leave_no_descriptor_behind(tmp_path: Path, events: list[tuple[str, str]]) -> None:

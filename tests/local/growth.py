@@ -23,10 +23,16 @@ def numbers(pid: int) -> Numbers:
     return {
         "files": len(list((home / "fd").iterdir())),
         "threads": int(_fields(home / "status")["Threads"]),
-        "children": len((home / f"task/{pid}/children").read_text().split()),
+        "children": len(children(pid)),
         "own": int(memory["Anonymous"]),
         "shared": int(memory["Pss_Shmem"]),
     }
+
+
+def children(pid: int) -> list[int]:
+    """Those of a process, but for one that was forked ahead, which comes and goes."""
+    found = [int(word) for word in Path(f"/proc/{pid}/task/{pid}/children").read_text().split()]
+    return [child for child in found if Path(f"/proc/{child}/comm").read_text() != "ckptless-ahead\n"]
 
 
 def _fields(path: Path) -> dict[str, str]:

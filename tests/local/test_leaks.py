@@ -8,6 +8,7 @@ from pathlib import Path
 
 import pytest
 
+from .growth import children
 from .localrun import POLL_S, RANKS, STEPS, Job, recovered, same_as_reference, toy
 
 RECOVERIES = 30
@@ -22,12 +23,11 @@ def numbers(pid: int) -> Numbers:
     """(open files, threads, resident KiB, children) of a process."""
     home = Path(f"/proc/{pid}")
     status = dict(line.split(":\t", 1) for line in (home / "status").read_text().splitlines())
-    children = (home / f"task/{pid}/children").read_text().split()
     return (
         len(list((home / "fd").iterdir())),
         int(status["Threads"]),
         int(status["VmRSS"].split()[0]),
-        len(children),
+        len(children(pid)),
     )
 
 

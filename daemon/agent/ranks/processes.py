@@ -262,10 +262,11 @@ class Zygote:
 
     `on_event(kind, text)` hears of what was mended or could not be: "zygote-died", "zygote-restarted",
     "zygote-warning", "environment", and what `Process` reports. Processes outlive the zygote.
+    `ahead`: it has the next process forked before that is asked for.
     """
 
-    def __init__(self, on_event: OnEvent) -> None:
-        self._on_event = on_event
+    def __init__(self, on_event: OnEvent, *, ahead: bool = False) -> None:
+        self._on_event, self._ahead = on_event, ahead
         self.preload: tuple[str, ...] = ()
         self._env: dict[str, str] = {}
         self._deadline_s = 0.0
@@ -338,6 +339,7 @@ class Zygote:
             await link.wait_gone()
         except TimeoutError:
             await link.discard()
+        self.reap_orphans()
 
     def reap_orphans(self) -> None:
         """Reap what ranks left outside their process groups and the agent adopted, once it is dead.
@@ -379,7 +381,10 @@ class Zygote:
             await self._begin()
 
     async def _begin(self, own: tuple[int, int] | None = None) -> None:
-        pid, sock = _launch(self.preload, self._env) if own is None else _inherited(*own)
+        if own is None:
+            pid, sock = _launch(self.preload, self._env, ahead=self._ahead)
+        else:
+            pid, sock = _inherited(*own)
         link = ZygoteLink(pid, sock, self._on_event)
         try:
             async with asyncio.timeout(self._deadline_s):
@@ -443,13 +448,15 @@ async def _ask(link: ZygoteLink, fds: tuple[int, int, int, int], deadline_s: flo
     return reply.pid
 
 
-def _launch(preload: Sequence[str], env: Mapping[str, str]) -> tuple[int, socket.socket]:
+def _launch(preload: Sequence[str], env: Mapping[str, str], *, ahead: bool) -> tuple[int, socket.socket]:
     """A new zygote's pid, and the socket to it. Raises OSError."""
     ours, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
     with theirs:
         command = [sys.executable, "-m", "ckptless.daemon.agent.ranks.zygote", "--fd", str(theirs.fileno())]
         for module in preload:
             command += ["--preload", module]
+        if ahead:
+            command.append("--ahead")
         try:
             popen = subprocess.Popen(
                 command,

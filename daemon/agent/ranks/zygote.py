@@ -9,6 +9,7 @@ stack, so that it ends through the interpreter's own way out (threads joined, at
 import argparse
 import atexit
 import builtins
+import contextlib
 import gc
 import importlib
 import importlib.machinery
@@ -37,6 +38,8 @@ from ckptless.daemon.protocol.errors import ProtocolError
 
 MIDDLE_DEADLINE_S = 10.0
 GATE_DEADLINE_S = 60.0
+# Without a request for so long, the next process is forked ahead.
+QUIET_S = 0.5
 # The status of a process that its agent gave up before it ran anything; nobody waits for it.
 ABANDONED = 75
 
@@ -60,27 +63,106 @@ class SpawnRequest(NamedTuple):
     stderr: int
 
 
-def serve(connection: socket.socket) -> SpawnRequest | None:
-    """Answer spawn requests. Returns None when the agent is gone, and in each new process its job."""
+class Ahead(NamedTuple):
+    """A process that was forked ahead, and the socket at which it waits for its program."""
+
+    pid: int
+    connection: socket.socket
+
+
+def serve(connection: socket.socket, agent: int, *, ahead: bool) -> SpawnRequest | None:
+    """Answer spawn requests. Returns None when the agent is gone, and in each new process its job.
+
+    `ahead`: in quiet times the next process is forked before anybody asks. To fork all that torch maps takes
+    20 ms of a recovery and more; such a process has 2.5 MB of its own.
+    """
+    waiting: Ahead | None = None
     while True:
+        if ahead and waiting is None and not _readable(connection.fileno(), QUIET_S):
+            made = _fork_ahead(connection, agent)
+            if isinstance(made, SpawnRequest):
+                return made
+            # Where there is no room for it now, whoever asks for a process is told why.
+            waiting, ahead = made, made is not None
         # no deadline: waiting is what a zygote does, and the agent's end is its own (EOF, PDEATHSIG)
         packet, fds, flags, _ = socket.recv_fds(
             connection, wire.MAX_PACKET_BYTES, len(wire.SPAWN_FDS), socket.MSG_CMSG_CLOEXEC
         )
         if not packet:
+            if waiting is not None:
+                _end(waiting)
             return None
         if flags & (socket.MSG_TRUNC | socket.MSG_CTRUNC) or len(fds) != len(wire.SPAWN_FDS):
             raise ProtocolError(f"a spawn request with {len(fds)} descriptors, flags {flags:#x}")
-        job = _answer(connection, wire.decode_spawn(packet), fds)
+        job = _answer(connection, wire.decode_spawn(packet), fds, waiting)
         if job is not None:
             return job
+        waiting = None
 
 
-def _answer(connection: socket.socket, spawn: wire.Spawn, fds: list[int]) -> SpawnRequest | None:
+def _fork_ahead(connection: socket.socket, agent: int) -> Ahead | SpawnRequest | None:
+    """Fork a process for what is asked next; in it, return its job once there is one. None: it cannot be."""
+    ours, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
+    try:
+        pid = fork_orphan()
+    except OSError:
+        ours.close()
+        theirs.close()
+        return None
+    if pid:
+        theirs.close()
+        with contextlib.suppress(OSError):  # it has died: so will its first request say
+            ours.send(b"\n")
+        return Ahead(pid, ours)
+    connection.close()
+    ours.close()
+    with theirs:
+        # no deadline: it waits for as long as the zygote lives, whose end is its own (EOF)
+        theirs.recv(1)
+        # It has been adopted.
+        set_pdeathsig(signal.SIGKILL)
+        if os.getppid() != agent:
+            os._exit(0)
+        set_process_name("ckptless-ahead")
+        # no deadline: as above
+        packet, fds, _, _ = socket.recv_fds(theirs, 1, len(wire.SPAWN_FDS), socket.MSG_CMSG_CLOEXEC)
+    if not packet:
+        os._exit(0)
+    program_fd, gate, stdout, stderr = fds
+    program = wire.read_program(program_fd)
+    os.close(program_fd)
+    return SpawnRequest(program, gate, stdout, stderr)
+
+
+def _end(waiting: Ahead) -> None:
+    """See it end, for which nobody has asked; the agent reaps it."""
+    with contextlib.suppress(ProcessLookupError):  # it has ended before, and was reaped
+        pidfd = os.pidfd_open(waiting.pid)
+        waiting.connection.close()
+        _readable(pidfd, MIDDLE_DEADLINE_S)
+
+
+def _given(waiting: Ahead | None, fds: list[int]) -> int | None:
+    """Return the pid of the process that waits, once it has its descriptors; None where there is none."""
+    if waiting is None:
+        return None
+    with waiting.connection as its:
+        try:
+            socket.send_fds(its, [b"\n"], fds)
+        except OSError:
+            # It has died meanwhile.
+            return None
+    return waiting.pid
+
+
+def _answer(
+    connection: socket.socket, spawn: wire.Spawn, fds: list[int], waiting: Ahead | None
+) -> SpawnRequest | None:
     program_fd, gate, stdout, stderr = fds
     try:
         program = wire.read_program(program_fd)
-        pid = fork_orphan()
+        given = _given(waiting, fds)
+        pid = fork_orphan() if given is None else given
     except (ProtocolError, OSError) as error:
         reply = wire.Spawned(id=spawn.id, error=wire.shorten(str(error) or type(error).__name__))
     else:
@@ -360,8 +442,11 @@ def _forked_nothing() -> int:
     return pid
 
 
-def live(connection: socket.socket, agent: int, modules: list[str]) -> None:
-    """Be the zygote of the process `agent`: load, serve, and in each training process run its program."""
+def live(connection: socket.socket, agent: int, modules: list[str], *, ahead: bool) -> None:
+    """Be the zygote of the process `agent`: load, serve, and in each training process run its program.
+
+    `ahead`: see `serve`.
+    """
     set_pdeathsig(signal.SIGKILL)
     if os.getppid() != agent:
         return
@@ -377,7 +462,7 @@ def live(connection: socket.socket, agent: int, modules: list[str]) -> None:
     # Now, not in a fork: what the imports have printed must not be printed again by every rank.
     sys.stdout.flush()
     sys.stderr.flush()
-    job = serve(connection)
+    job = serve(connection, agent, ahead=ahead)
     if job is None:
         # Exit handlers that the imports registered belong to the ranks, which may still run.
         os._exit(0)
@@ -390,13 +475,14 @@ def main() -> None:
     parser = argparse.ArgumentParser()
     parser.add_argument("--fd", type=int, required=True)
     parser.add_argument("--preload", action="append", default=[])
+    parser.add_argument("--ahead", action="store_true")
     options = parser.parse_args()
     connection = socket.socket(fileno=options.fd)
     connection.set_inheritable(False)
     agent, _, _ = _PEERCRED.unpack(
         connection.getsockopt(socket.SOL_SOCKET, socket.SO_PEERCRED, _PEERCRED.size)
     )
-    live(connection, agent, options.preload)
+    live(connection, agent, options.preload, ahead=options.ahead)
 
 
 if __name__ == "__main__":
