@@ -134,7 +134,7 @@ def train(cluster: Cluster, args: Namespace, screen: Screen) -> tuple[Job, Job, 
     for node in faulty.lost:
         screen.say(f"\nPower is back on {node}; the administrator resumes it", "bold")
         cluster.boot(node)
-        cluster.wait_state(node, "idle", "down")
+        cluster.wait_state(node, "idle", "down", "drained")
         cluster.resume(node)
     cluster.wait_idle()
     clean = Job(cluster, "without-faults", args, [], screen)

@@ -224,8 +224,8 @@ class Job(SlurmJob):
         if self.slurm("JobState") != wanted:
             found.append(f"Slurm calls the job {self.slurm('JobState')}, not {wanted}")
         for node, state in self._cluster.node_states().items():
-            if node in self.lost and not state.startswith("down"):
-                found.append(f"Slurm calls {node} {state}, not down")
+            if node in self.lost and not state.startswith(("down", "drain")):
+                found.append(f"Slurm calls {node} {state}, not drained")
             if node in self.lost and not self.reason(node).startswith("ckptless: "):
                 found.append(f"Slurm's reason for {node} is {self.reason(node)!r}, not ours")
         return found + self.left()

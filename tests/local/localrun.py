@@ -68,21 +68,24 @@ class Job:
         cwd: Path | None = None,
         launcher: Sequence[str] = LAUNCHER,
     ) -> None:
-        self.home = home
         self.state_dir = state_dir or home / "state"
+        command = [sys.executable, *launcher, "--local"]
+        command += ["--state-dir", str(self.state_dir), *map(str, options), *map(str, script)]
+        self._begin(home, command, env or {}, cwd)
+
+    def _begin(self, home: Path, command: Sequence[str], env: Mapping[str, str], cwd: Path | None) -> None:
+        self.home = home
         self.mark = secrets.token_hex(8)
         home.mkdir(parents=True, exist_ok=True)
         self._out, self._err = home / "stdout.txt", home / "stderr.txt"
         inherited = {k: v for k, v in os.environ.items() if not k.startswith(("TOY_", "CKPTLESS_"))}
-        command = [sys.executable, *launcher, "--local"]
-        command += ["--state-dir", str(self.state_dir), *map(str, options), *map(str, script)]
         with self._out.open("wb") as out, self._err.open("wb") as err:
             self.launcher = subprocess.Popen(
                 command,
                 stdin=subprocess.DEVNULL,
                 stdout=out,
                 stderr=err,
-                env={**inherited, **(env or {}), MARK: self.mark},
+                env={**inherited, **env, MARK: self.mark},
                 cwd=cwd,
                 start_new_session=True,
             )

@@ -1,49 +1,40 @@
-"""What docs/tutorials shows: each script, started by its page's own command, goes on as the page says."""
+"""What docs/tutorials and the quickstart show: blocks are typed as they stand, and say what is there."""
 
 from __future__ import annotations
 
-import os
 import re
-import shlex
-import signal
 import subprocess
-import sys
 from pathlib import Path
 
 import pytest
-from click.testing import CliRunner
 
-from ckptless.daemon.ckptctl.main import ckptctl
+from tests.reading import Reading, commands, holds
 
 from .localrun import Job, wait_until
+from .terminals import DEADLINE_S, SLEEPS, Started, Terminal
 
-PAGES = Path(__file__).parents[2] / "docs" / "tutorials"
-BLOCK = re.compile(r"^```(\w*)\n(.*?)^```$", re.MULTILINE | re.DOTALL)
-OURS = re.compile(r"^\$ ckptless-run --local (.*)$", re.MULTILINE)
-DEADLINE_S = 100.0
-pytestmark = pytest.mark.timeout(4 * DEADLINE_S)
+pytestmark = pytest.mark.timeout(5 * DEADLINE_S)
 
 
-def block(page: str, language: str) -> str:
-    """The first one in this language."""
-    found = [text for word, text in BLOCK.findall((PAGES / page).read_text()) if word == language]
-    return str(found[0])
+def saves(page: Reading, number: int, home: Path, *names: str) -> None:
+    """Save a script of the page's under these names."""
+    text = page.block(number)
+    for old, new in SLEEPS.items():
+        text = text.replace(old, new)
+    for name in names:
+        (home / name).write_text(text)
 
 
-def start(home: Path, page: str, steps: int) -> Job:
-    """The page's job, in the page's folder, with so many steps (or epochs) instead of the page's."""
-    found = OURS.search((PAGES / page).read_text())
-    assert found is not None
-    *options, script, _steps = shlex.split(found[1])
-    if "--state-dir" in options:
-        # That of a test is its own.
-        at = options.index("--state-dir")
-        del options[at : at + 2]
-    return Job(home, ["--max-stall", 60, *options], [script, steps], cwd=home)
+def changes(page: Reading, number: int, home: Path) -> None:
+    """Make of the plain script, which is `train.py` as yet, what the page's diff does."""
+    diff = f"--- a/train.py\n+++ b/train.py\n{page.block(number)}"
+    subprocess.run(["git", "apply", "-"], cwd=home, input=diff, text=True, check=True)
 
 
-def says(job: Job, words: str) -> None:
-    wait_until(lambda: words in job.stdout, DEADLINE_S, job)
+def starts(page: Reading, number: int, home: Path) -> Started:
+    """The job of a block that has nothing but its command."""
+    ((command, _),) = commands(page.block(number))
+    return Started(home, command)
 
 
 def trains(job: Job, rank: int) -> int:
@@ -56,96 +47,106 @@ def trains(job: Job, rank: int) -> int:
     return pid
 
 
-def ask(job: Job, *words: str) -> None:
-    """A command of ckptctl's, which must do what it is asked for."""
-    done = CliRunner().invoke(ckptctl, ["--state-dir", str(job.state_dir), *words])
-    assert done.exit_code == 0, done.output
-
-
 def test_the_first_job_outlives_a_rank(tmp_path: Path) -> None:
-    (tmp_path / "train.py").write_text(block("first-job.md", "python"))
-    with start(tmp_path, "first-job.md", 50) as job:
-        os.kill(pid := trains(job, 1), signal.SIGKILL)
-        job.ended(0, DEADLINE_S)
-        assert f"[ckptless] rank 1 on node-1 (slot 0, pid {pid}) was ended by SIGKILL" in job.stdout
-        assert "[rank 0] step 50, loss " in job.stdout
-
-
-def changed(home: Path, page: str = "your-script.md") -> None:
-    """Save the plain script, and beside it what the page's diff makes of it."""
-    plain = block(page, "python")
-    for name in ("plain.py", "train.py"):
-        (home / name).write_text(plain)
-    diff = f"--- a/train.py\n+++ b/train.py\n{block(page, 'diff')}"
-    subprocess.run(
-        ["git", "apply", "-"],
-        cwd=home,
-        input=diff,
-        text=True,
-        check=True,
-    )
+    page, say = Reading("docs/tutorials/first-job.md"), Terminal(tmp_path)
+    saves(page, 1, tmp_path, "train.py")
+    with page, starts(page, 2, tmp_path) as job:
+        pid = {"19885": trains(job, 1)}
+        page.hears(2, lambda: job.said)
+        page.types(3, say)
+        page.types(4, say, pid)
+        page.hears(5, lambda: job.said, pid)
+        job.finishes()
 
 
 def test_a_script_prints_the_same_before_the_change_and_after(tmp_path: Path) -> None:
-    changed(tmp_path)
-    torchrun = [sys.executable, "-m", "torch.distributed.run", "--nproc-per-node", "2", "plain.py", "2"]
-    before = subprocess.run(
-        torchrun, cwd=tmp_path, capture_output=True, text=True, timeout=DEADLINE_S, check=True
-    ).stdout.splitlines()
-    with start(tmp_path, "your-script.md", 2) as job:
-        job.ended(0, DEADLINE_S)
-        assert [line.removeprefix("[rank 0] ") for line in job.stdout.splitlines()] == before
-    assert len(before) == 2
+    page, say = Reading("docs/tutorials/your-script.md"), Terminal(tmp_path)
+    with page:
+        saves(page, 1, tmp_path, "plain.py", "train.py")
+        before = page.types(2, say).stdout.splitlines()
+        changes(page, 3, tmp_path)
+        after = page.types(4, say).stdout.splitlines()
+        assert [line.removeprefix("[rank 0] ") for line in after] == before
+        assert len(before) == 2
 
 
 def test_the_changed_script_is_rehearsed(tmp_path: Path) -> None:
-    changed(tmp_path)
-    command = [sys.executable, "-m", "ckptless.daemon.launch.main", "--rehearse", "train.py", "20"]
-    done = subprocess.run(
-        command, cwd=tmp_path, capture_output=True, text=True, timeout=3 * DEADLINE_S, check=False
-    )
-    assert done.returncode == 0, done.stderr
-    assert "all of it is the same, bit for bit" in done.stdout + done.stderr
+    """And the one that the page asks about, whose `smooth` is no part of its State."""
+    page, say = Reading("docs/tutorials/your-script.md"), Terminal(tmp_path)
+    with page:
+        saves(page, 1, tmp_path, "train.py")
+        changes(page, 3, tmp_path)
+        done = say("ckptless-run --rehearse train.py 20")
+        assert done.returncode == 0, done.stderr
+        assert "rehearsal: all of it is the same, bit for bit" in done.stdout + done.stderr
+        text = (tmp_path / "train.py").read_text()
+        text = text.replace(", smooth=1.0", "").replace("state.smooth", "smooth")
+        (tmp_path / "train.py").write_text(
+            text.replace("    for epoch", "    smooth = 1.0\n    for epoch", 1)
+        )
+        page.types(5, say, code=1)
 
 
 def test_a_lightning_script_outlives_a_rank_and_prints_the_same(tmp_path: Path) -> None:
     pytest.importorskip("lightning")
-    changed(tmp_path, "lightning.md")
-    with start(tmp_path, "lightning.md", 4) as job:
-        os.kill(pid := trains(job, 1), signal.SIGKILL)
-        job.ended(0, DEADLINE_S)
-        assert f"[ckptless] rank 1 on node-1 (slot 0, pid {pid}) was ended by SIGKILL" in job.stdout
-        losses = re.findall(r"^\[rank 0\] (epoch .*)$", job.stdout, re.MULTILINE)
-    plain = subprocess.run(
-        [sys.executable, "plain.py", "4"],
-        cwd=tmp_path,
-        capture_output=True,
-        text=True,
-        timeout=DEADLINE_S,
-        check=True,
-    ).stdout
-    assert losses == re.findall(r"^epoch .*$", plain, re.MULTILINE)
-    assert len(losses) == 4
+    page, say = Reading("docs/tutorials/lightning.md"), Terminal(tmp_path)
+    saves(page, 1, tmp_path, "plain.py", "train.py")
+    changes(page, 3, tmp_path)
+    with page, starts(page, 4, tmp_path) as job:
+        pid = {"13544": trains(job, 1)}
+        page.types(5, say, pid)
+        page.hears(6, lambda: job.said, pid)
+        page.hears(4, lambda: job.said)
+        job.finishes()
+        page.types(7, say)
+        plain = re.findall(r"^epoch .*$", page.types(2, say).stdout, re.MULTILINE)
+        assert re.findall(r"^\[rank 0\] (epoch .*)$", job.stdout, re.MULTILINE)[: len(plain)] == plain
+        assert len(plain) == 3
 
 
 def test_a_sharded_job_outlives_a_node(tmp_path: Path) -> None:
-    (tmp_path / "train.py").write_text(block("fsdp2.md", "python"))
-    with start(tmp_path, "fsdp2.md", 100) as job:
-        trains(job, 1)
-        ask(job, "drill", "shards", "--kill-agent", "node-1", "--yes")
-        says(job, "[ckptless] generation 2 trains")
-        job.ended(0, DEADLINE_S)
-        assert "[rank 0] step 100, loss " in job.stdout
+    page, say = Reading("docs/tutorials/fsdp2.md"), Terminal(tmp_path)
+    saves(page, 1, tmp_path, "train.py")
+    with page, starts(page, 2, tmp_path) as job:
+        page.hears(2, lambda: job.said)
+        page.types(3, say)
+        page.types(4, say)
+        page.hears(5, lambda: job.said)
+        page.types(6, say)
+        job.finishes()
 
 
 def test_an_elastic_job_shrinks_and_grows(tmp_path: Path) -> None:
-    (tmp_path / "train.py").write_text(block("elastic.md", "python"))
-    with start(tmp_path, "elastic.md", 15) as job:
-        trains(job, 2)
-        ask(job, "resize", "el", "--nodes", "1")
-        says(job, "[rank 0] 1 ranks instead of 3, after step ")
-        says(job, "[ckptless] generation 2 trains")
-        ask(job, "resize", "el", "--nodes", "max")
-        says(job, "[rank 0] 3 ranks instead of 1, after step ")
-        job.ended(0, DEADLINE_S)
-        assert "[rank 0] epoch 14, 16 samples a rank" in job.stdout
+    page, say = Reading("docs/tutorials/elastic.md"), Terminal(tmp_path)
+    saves(page, 1, tmp_path, "train.py")
+    with page, starts(page, 2, tmp_path) as job:
+        page.hears(2, lambda: job.said)
+        page.types(3, say)
+        page.hears(4, lambda: job.said)
+        page.types(5, say)
+        page.types(6, say)
+        page.hears(7, lambda: job.said)
+        job.finishes()
+
+
+def test_the_quickstart(tmp_path: Path) -> None:
+    page, watches, say = Reading("docs/quickstart.md"), Terminal(tmp_path), Terminal(tmp_path)
+    saves(page, 2, tmp_path, "train.py")
+    with page, starts(page, 3, tmp_path) as job:
+        pid = {"6263": trains(job, 1)}
+        (export, _), (follow, _) = commands(page.block(4))
+        watches(export)
+        followed = tmp_path / "followed.txt"
+        with watches.follows(follow, followed):
+            page.types(5, say, pid)
+            page.hears(6, followed.read_text, pid)
+            page.types(7, say)
+            page.hears(8, lambda: say("ckptctl timeline").stdout)
+        page.hears(3, lambda: job.said)
+        job.finishes()
+        holds(job.state_dir, page.block(11))
+
+
+def test_the_doctor_of_the_quickstart(tmp_path: Path) -> None:
+    with Reading("docs/quickstart.md") as page:
+        page.types(10, Terminal(tmp_path))

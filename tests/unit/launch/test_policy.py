@@ -18,6 +18,7 @@ from ckptless.daemon.settings.policy import LIMIT, read_policy
 from ckptless.pytorch_hooks import env
 from ckptless.pytorch_hooks.elastic.policy import of_size
 from ckptless.pytorch_hooks.running.standalone import StandaloneRun
+from tests.reading import blocks
 
 from .test_slurm_options import options, run
 
@@ -48,6 +49,13 @@ def local(*words: str) -> SharedConfig:
     found = local_run(*options("--local", "--elastic-policy", "policy.yaml", *words, "train.py"), {})
     assert isinstance(found, LocalRun)
     return found._config
+
+
+def test_the_policy_of_the_page() -> None:
+    (text,) = (text for text in blocks("docs/elastic.md") if text.startswith("# policy.yaml"))
+    policy(text)
+    found = local("--nodes", "4", "--sizes", "2:4").policy
+    assert json.loads(found)["2"] == {"lr": 0.0006, "micro_batch": 8}
 
 
 def test_entries_of_the_jobs_sizes_alone() -> None:

@@ -18,6 +18,7 @@ import yaml
 from ckptless.daemon.ckptlessd.metrics.catalog import METRICS, OF_PROCESS
 from ckptless.daemon.ckptlessd.metrics.exposition import encode, families
 from ckptless.daemon.ckptlessd.metrics.readings import readings
+from tests.reading import blocks
 
 from .jobs import facts, health, job, lived
 
@@ -161,6 +162,14 @@ def test_promtool_finds_no_fault_with_names_and_units() -> None:
 
 def test_promtool_finds_no_fault_with_the_alerts() -> None:
     assert f"{len(alerts())} rules found" in promtool("check", "rules", "--lint-fatal", str(ALERTS))
+
+
+def test_promtool_finds_no_fault_with_the_page(tmp_path: Path) -> None:
+    """What docs/metrics.md has for Prometheus, with the alerts beside it."""
+    (text,) = (text for text in blocks("docs/metrics.md") if text.startswith("scrape_configs:"))
+    (tmp_path / "prometheus.yml").write_text(text)
+    shutil.copy(ALERTS, tmp_path)
+    assert f"{len(alerts())} rules found" in promtool("check", "config", str(tmp_path / "prometheus.yml"))
 
 
 def test_alerts_fire_for_what_they_are_there_for_alone() -> None:

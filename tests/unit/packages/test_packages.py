@@ -1,16 +1,20 @@
 """What `make dist` makes: one version, what is in which package, what lintian says, what scripts do."""
 
 import email.parser
+import os
 import re
+import shutil
 import subprocess
 import tarfile
 import zipfile
+from functools import partial
 from pathlib import Path
 
 import pytest
 
 from ckptless import __version__
 from ckptless.daemon.protocol.codec import PROTOCOL
+from tests.reading import Reading, commands
 from tests.unit.spank.native import REPOSITORY
 
 NAMES = ("ckptless", "ckptless-slurm", "ckptless-slurm-job-submit")
@@ -44,6 +48,19 @@ def run(*argv: str | Path) -> str:
     done = subprocess.run(argv, capture_output=True, text=True, timeout=240, check=False)
     assert done.returncode == 0, done.stdout + done.stderr
     return done.stdout
+
+
+def say(folder: Path, command: str, **env: str) -> subprocess.CompletedProcess[str]:
+    """Type a command there."""
+    return subprocess.run(
+        ["bash", "-c", command],
+        cwd=folder,
+        env={**os.environ, **env},
+        capture_output=True,
+        text=True,
+        timeout=60,
+        check=False,
+    )
 
 
 def deb(dist: Path, name: str) -> Path:
@@ -161,15 +178,29 @@ def test_the_source_archive_has_what_is_compiled(dist: Path) -> None:
 
 
 def test_checksums(dist: Path) -> None:
-    done = subprocess.run(
-        ["sha256sum", "--check", "--strict", "SHA256SUMS"],
-        cwd=dist,
-        capture_output=True,
-        text=True,
-        check=False,
-    )
-    assert done.returncode == 0, done.stdout + done.stderr
+    with Reading("docs/packages.md") as page:
+        done = page.types(2, partial(say, dist))
     assert len(done.stdout.splitlines()) == len(list(dist.iterdir())) - 1 == 2 + 2 * len(NAMES)
+
+
+def test_checksums_that_are_signed(dist: Path, tmp_path: Path) -> None:
+    """With a key that the tests have made; and one package is then another."""
+    if shutil.which("gpg") is None:
+        pytest.skip("gpg is not installed (Debian: gpg, gpg-agent)")
+    home, there = tmp_path / "keys", tmp_path / "dist"
+    home.mkdir(mode=0o700)
+    shutil.copytree(dist, there)
+    gpg = partial(say, there, GNUPGHOME=str(home))
+    made = gpg("gpg --batch --passphrase '' --quick-generate-key tests@example.org")
+    assert made.returncode == 0, made.stderr
+    try:
+        with Reading("docs/packages.md") as page:
+            page.types(3, gpg)
+            (there / deb(there, NAMES[0]).name).write_bytes(b"another")
+            _, (verify, _) = commands(page.block(3))
+            assert gpg(verify).returncode == 1
+    finally:
+        gpg("gpgconf --kill all")
 
 
 # --- what lintian says, and scripts

@@ -7,10 +7,12 @@ import re
 import shlex
 import textwrap
 from collections.abc import Iterator
+from importlib import metadata
 from pathlib import Path
 
 import click
 import pytest
+from packaging.requirements import Requirement
 
 import ckptless
 from ckptless.daemon.ckptctl.main import ckptctl
@@ -19,6 +21,8 @@ from ckptless.daemon.launch.main import command as ckptless_run
 from ckptless.daemon.settings.options import KEYS
 from ckptless.daemon.settings.site import load_settings
 from ckptless.doctor.__main__ import command as ckptless_doctor
+from tests import reading
+from tests.blocks import TABLE, By, Not
 
 ROOT = Path(__file__).parents[3]
 PAGES = sorted([*ROOT.glob("*.md"), *(ROOT / "docs").rglob("*.md")])
@@ -169,3 +173,95 @@ def test_python_parses_and_names_what_there_is() -> None:
                     assert hasattr(ckptless, node.attr), f"{where}: ckptless.{node.attr}"
                 if node.value.id == "run":
                     assert hasattr(ckptless.Run, node.attr), f"{where}: run.{node.attr}"
+
+
+# ------------------------------------------------------------------------------ which test runs what
+
+
+def test_every_block_has_a_row() -> None:
+    """Whoever adds a block says in tests/blocks.py which test runs it."""
+    names = {str(page.relative_to(ROOT)): reading.blocks(str(page.relative_to(ROOT))) for page in PAGES}
+    there = {name: texts for name, texts in names.items() if texts}
+    assert there.keys() == TABLE.keys()
+    for name, texts in there.items():
+        assert len(texts) == len(TABLE[name]), f"{name}: {len(texts)} blocks, {len(TABLE[name])} rows"
+        for number, (text, (begin, _)) in enumerate(zip(texts, TABLE[name], strict=True), 1):
+            assert text.lstrip().startswith(begin), f"{name}, block {number} is another one"
+
+
+def test_every_row_names_a_test_or_a_reason() -> None:
+    gate = (ROOT / ".ci/run").read_text()
+    for name, rows in TABLE.items():
+        for number, (_, how) in enumerate(rows, 1):
+            where = f"{name}, block {number}"
+            if isinstance(how, Not):
+                assert how.reason, where
+                continue
+            file, _, test = how.test.partition("::")
+            if file.startswith(".ci/run: "):
+                assert file.removeprefix(".ci/run: ") in gate, where
+                continue
+            text = (ROOT / file).read_text()
+            assert f"\ndef {test}(" in text or f"\nasync def {test}(" in text, f"{where}: no {how.test}"
+            assert isinstance(how, By) or "Reading(" in text, f"{where}: {how.test} types no blocks"
+
+
+def test_what_pages_install_is_installed_by_setup() -> None:
+    """`pip install 'ckptless[lightning]'`: what that asks for is here, in the versions that it asks for."""
+    found = [
+        extra for _, text in blocks("bash", "console") for extra in re.findall(r"'ckptless\[(\w+)\]'", text)
+    ]
+    assert len(found) == 3
+    for extra in found:
+        (needed, *more) = wants(extra)
+        for one in (needed, *more):
+            assert one.specifier.contains(metadata.version(one.name)), one
+
+
+def wants(extra: str) -> list[Requirement]:
+    """What an extra adds to the package itself."""
+    all_of = map(Requirement, metadata.requires("ckptless") or [])
+    return [one for one in all_of if one.marker is not None and one.marker.evaluate({"extra": extra})]
+
+
+def test_diffs_name_what_there_is() -> None:
+    """Adapters are read and not imported, which takes seconds."""
+    found = [
+        (where, *name.split("."))
+        for where, text in blocks("diff")
+        for name in re.findall(r"ckptless\.([\w.]+)", text)
+    ]
+    assert len(found) > 10
+    for where, name, *below in found:
+        adapter = ROOT / "pytorch_hooks" / "adapters" / f"{name}.py"
+        assert hasattr(ckptless, name) or adapter.exists(), f"{where}: ckptless.{name}"
+        for one in below:
+            assert re.search(rf"^def {one}\(", adapter.read_text(), re.MULTILINE), f"{where}: {name}.{one}"
+
+
+@pytest.mark.parametrize(
+    ("shown", "said", "missing"),
+    [
+        ("job el: running, step 12", "job el: running, step 7", False),
+        ("job el: running, step 12", "job el: done, step 7", True),
+        ("generation 2 trains, 0.5 s", "generation 2 trains, 30 ms", False),
+        ("generation 2 trains, 0.5 s", "generation 3 trains, 0.5 s", True),
+        ("started 12 nodes, of ...", "started 7 nodes, of which one waits", False),
+        ("...", "", False),
+        (
+            "held: step 5 can be restored, the newest",
+            "held: step 9 can be restored, 1 behind the newest",
+            False,
+        ),
+        ("Take it? [y/N]: y\nit is taken", "Take it? [y/N]: it is taken", False),
+    ],
+)
+def test_what_a_page_shows_is_looked_for(shown: str, said: str, *, missing: bool) -> None:
+    assert bool(reading.lacks(shown, said)) == missing
+
+
+def test_a_command_goes_on_over_lines() -> None:
+    assert reading.commands('$ one "\ntwo"\nsaid\n# three \\\nfour\n') == [
+        ('one "\ntwo"', "said"),
+        ("three \\\nfour", ""),
+    ]
