@@ -35,7 +35,6 @@ class LocalRun(Nodes):
         self._port = port
         self._moves_latest = state_dir is None
         self._late = LateNodes(self.spec.nodes + self.spec.spares, self.spec.late)
-        self._tag = secrets.token_hex(4)
 
     def lose_agent(self, agent: int) -> None:
         """Kill a node, whose agent has this process id."""
@@ -48,7 +47,8 @@ class LocalRun(Nodes):
     def _prepare(self) -> None:
         """Directories, key, configuration files. Raises UsageError."""
         open_state_dir(self.state_dir)
-        self._point_latest()
+        if self._moves_latest:
+            point_latest(self.state_dir)
         forget_wanted(self.state_dir)
         key_file = self.state_dir / "key"
         key_file.touch(mode=0o600)
@@ -70,15 +70,6 @@ class LocalRun(Nodes):
     def _peer(self, number: int, address: str) -> Peer:
         port = self._port or free_port(address)
         return Peer(node=number, name=f"node-{number}", address=address, port=port)
-
-    def _point_latest(self) -> None:
-        """`latest` beside the runs points at the newest, which is what ckptctl shows by default."""
-        latest = default_state_dir()
-        if not self._moves_latest or latest.parent != self.state_dir.parent:
-            return
-        partial = latest.with_name(f".latest-{self._tag}")
-        partial.symlink_to(self.state_dir.name)
-        partial.rename(latest)
 
     def _agent_config(self, node: Node) -> AgentConfig:
         env = dict(os.environ)
@@ -125,3 +116,13 @@ class LocalRun(Nodes):
             await self._start_daemon(node)
             await self._daemon_ready(node)
             await self._begin_agent(node)
+
+
+def point_latest(state_dir: Path) -> None:
+    """`latest` beside the runs points at the newest, which is what ckptctl shows by default."""
+    latest = default_state_dir()
+    if latest.parent != state_dir.parent:
+        return
+    partial = latest.with_name(f".latest-{secrets.token_hex(4)}")
+    partial.symlink_to(state_dir.name)
+    partial.rename(latest)

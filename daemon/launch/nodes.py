@@ -97,6 +97,11 @@ class Nodes:
 
     async def run(self) -> int:
         """Start everything, wait for the end, leave nothing. The exit code. Raises the tree's errors."""
+        await self.live()
+        return self._result()
+
+    async def live(self) -> None:
+        """Start everything, wait for the end, leave nothing. Raises the tree's errors."""
         set_child_subreaper()
         loop = asyncio.get_running_loop()
         for number in ENDING:
@@ -113,7 +118,6 @@ class Nodes:
                 await self._end_all()
             finally:
                 self._sockets.close()
-        return self._result()
 
     def lose(self, node: Node) -> None:
         """Kill a node: its daemon first, so that nobody says goodbye."""

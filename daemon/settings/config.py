@@ -57,13 +57,18 @@ class DaemonConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fie
 
 
 class LocalConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
-    """A daemon of local mode: one of `peers`, for the jobs of one user; all hold the key in `key_file`."""
+    """A daemon of local mode, or of hosts without Slurm: one of `peers`, for the jobs of one user.
+
+    All hold the key in `key_file`. `one_machine`: where all are on one, a file is the witness of two halves;
+    elsewhere nobody is.
+    """
 
     node: int
     state_dir: str
     socket: str
     key_file: str
     peers: tuple[Peer, ...]
+    one_machine: bool = True
     timers: Timers = Timers()
     keep: KeepConfig = KeepConfig()
 

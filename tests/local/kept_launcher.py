@@ -50,7 +50,7 @@ class Start(local.LocalRun):
         if self._earlier is None:
             super()._prepare()
         else:
-            self._tag, self._nodes = self._earlier._tag, self._earlier._nodes
+            self._nodes = self._earlier._nodes
         keep = KeepConfig(nbytes=int(os.environ.get("TOY_KEEP_NBYTES", str(1 << 30))), ttl_s=600.0)
         for node in self._nodes:
             daemon = msgspec.json.decode((node.dir / "daemon.json").read_bytes(), type=LocalConfig)

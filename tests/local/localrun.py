@@ -67,6 +67,7 @@ class Job:
         state_dir: Path | None = None,
         cwd: Path | None = None,
         launcher: Sequence[str] = LAUNCHER,
+        way: Sequence[object] = ("--local",),
     ) -> None:
         self.home = home
         self.state_dir = state_dir or home / "state"
@@ -74,7 +75,7 @@ class Job:
         home.mkdir(parents=True, exist_ok=True)
         self._out, self._err = home / "stdout.txt", home / "stderr.txt"
         inherited = {k: v for k, v in os.environ.items() if not k.startswith(("TOY_", "CKPTLESS_"))}
-        command = [sys.executable, *launcher, "--local"]
+        command = [sys.executable, *launcher, *map(str, way)]
         command += ["--state-dir", str(self.state_dir), *map(str, options), *map(str, script)]
         with self._out.open("wb") as out, self._err.open("wb") as err:
             self.launcher = subprocess.Popen(
