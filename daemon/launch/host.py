@@ -15,6 +15,8 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, TypeVar
 
+import msgspec
+
 from ckptless.daemon.agent.ranks.signals import USERS, ignore_others
 from ckptless.daemon.launch import wire
 from ckptless.daemon.launch.console import last_words
@@ -203,13 +205,17 @@ async def serve() -> int:
     begin = await launcher.expect(wire.Begin)
     check_protocol(begin.protocol, "the launcher")
     log.configure(f"host[{begin.name}]", verbose=begin.verbose)
+    try:
+        config = msgspec.json.decode(begin.config, type=SharedConfig)
+    except (msgspec.DecodeError, UnicodeDecodeError, RecursionError) as error:
+        raise ProtocolError(f"the launcher's word to the agent is not understood: {error}") from error
     os.environ.update(begin.env)
     await launcher.say(wire.Here(protocol=PROTOCOL, port=begin.port or free_port(begin.address)))
     peers = (await launcher.expect(wire.Peers)).peers
     out, console = os.pipe()
     state_dir = Path(begin.state_dir) if begin.state_dir else None
     part = Part(begin.node, peers, begin.key, state_dir)
-    node = HostNode(begin.config, part, verbose=begin.verbose, console=console)
+    node = HostNode(config, part, verbose=begin.verbose, console=console)
     shown = asyncio.create_task(launcher.shown(out))
     obeyed = asyncio.create_task(launcher.obeyed_by(node))
     try:

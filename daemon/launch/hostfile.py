@@ -64,8 +64,8 @@ def choose(hosts: Sequence[Host], nodes: int | None, spares: int, where: str) ->
     if wanted < 1 or wanted + spares > len(hosts):
         train = max(wanted, 1)
         raise UsageError(
-            f"--nodes {train} and --spares {spares} take {train + spares} hosts, and {where} has {len(hosts)}: "
-            "name more, or give smaller numbers"
+            f"--nodes {train} and --spares {spares} take {train + spares} hosts, and {where} has "
+            f"{len(hosts)}: name more, or give smaller numbers"
         )
     return (*hosts[:wanted], *hosts[len(hosts) - spares :])
 

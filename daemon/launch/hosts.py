@@ -20,6 +20,8 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 
+import msgspec
+
 from ckptless.daemon.agent.ranks.signals import ENDING, USERS
 from ckptless.daemon.launch import wire
 from ckptless.daemon.launch.console import tell_end
@@ -121,6 +123,7 @@ class HostsRun:
         for number in (*ENDING, *USERS):
             loop.add_signal_handler(number, self._signal, number)
         spec = self.config.spec
+        # no deadline: that of the resolver
         addresses = await asyncio.gather(
             *(loop.run_in_executor(None, address_of, host, len(self.hosts)) for host in self.hosts)
         )
@@ -185,7 +188,7 @@ class HostsRun:
                 address=remote.address,
                 port=self._port,
                 key=self._key,
-                config=self.config,
+                config=msgspec.json.encode(self.config),
                 env=self._env,
                 state_dir=str(self._state_dir or ""),
                 verbose=self._verbose,

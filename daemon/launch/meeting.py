@@ -272,13 +272,13 @@ class Meeting:
             link.limit = wire.MEMBER_LIMIT
             async with asyncio.timeout(HANDSHAKE_DEADLINE_S):
                 joins = await link.receive()
-            assert isinstance(joins, wire.Join)  # the only message of this edge
-            why = self._why_not(link.node, joins)
-            if why:
-                logger.warning("refused node %d at %s: %s", link.node, address, why)
-                link.send(wire.Refused(reason=why))
-                await link.drain()
-                return
+                assert isinstance(joins, wire.Join)  # the only message of this edge
+                why = self._why_not(link.node, joins)
+                if why:
+                    logger.warning("refused node %d at %s: %s", link.node, address, why)
+                    link.send(wire.Refused(reason=why))
+                    await link.drain()
+                    return
             self._let_in(link, joins.peer)
             # no deadline: it says no more, and hangs up once it has the table
             await link.receive()

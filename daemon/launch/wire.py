@@ -4,22 +4,24 @@ Frames are those of `protocol/codec.py`. The launcher says Begin and Peers, then
 there, and Signal for what it gets itself; a host says Here, then Console, and Ended.
 """
 
-from collections.abc import Mapping
 from typing import Annotated, TypeAlias
 
 from msgspec import Meta
 
-from ckptless.daemon.protocol.limits import Name, NodeNumber, Protocol
+from ckptless.daemon.protocol.limits import MOST_NODES, Name, NodeNumber, Protocol
 from ckptless.daemon.protocol.messages import JobSpec, Message, Outcome
-from ckptless.daemon.settings.agent_config import SharedConfig
 from ckptless.daemon.settings.config import Peer
 
-# A command line and an environment take 2 MiB at most (ARG_MAX); a table has a line for each node.
+# A command line and an environment are of some MiB at most; a table has a line for each node.
 LAUNCHER_LIMIT, HOST_LIMIT, MEMBER_LIMIT = 16 << 20, 1 << 20, 64 << 10
 CONSOLE_NBYTES = 64 << 10
 # The launcher's life as a host sees it: what ssh's own end does not tell, a cable does.
 BEAT_S, SILENT_S = 5.0, 60.0
 
+# One string of an environment is at most so long, its name among it (MAX_ARG_STRLEN).
+Text: TypeAlias = Annotated[str, Meta(max_length=128 << 10)]
+Env: TypeAlias = Annotated[dict[Text, Text], Meta(max_length=64 << 10)]
+PeerTable: TypeAlias = Annotated[tuple[Peer, ...], Meta(max_length=MOST_NODES)]
 Path: TypeAlias = Annotated[str, Meta(max_length=4096)]
 ListenPort: TypeAlias = Annotated[int, Meta(ge=0, le=65535)]
 
@@ -27,7 +29,8 @@ ListenPort: TypeAlias = Annotated[int, Meta(ge=0, le=65535)]
 class Begin(Message, frozen=True, kw_only=True):
     """First word to a host: its node and all that the node is told; `env` is for its ranks, `key` the job's.
 
-    `state_dir` "" is the host's own default; `port` 0 is any free one.
+    `config` is a SharedConfig, in JSON as agents get it. `state_dir` "" is the host's own default; `port` 0
+    is any free one.
     """
 
     protocol: Protocol
@@ -36,8 +39,8 @@ class Begin(Message, frozen=True, kw_only=True):
     address: Name
     port: ListenPort
     key: Annotated[bytes, Meta(min_length=16, max_length=64)]
-    config: SharedConfig
-    env: Mapping[str, str]
+    config: Annotated[bytes, Meta(max_length=8 << 20)]
+    env: Env
     state_dir: Path = ""
     verbose: bool = False
 
@@ -45,7 +48,7 @@ class Begin(Message, frozen=True, kw_only=True):
 class Peers(Message, frozen=True, kw_only=True):
     """All nodes of the job, and where their daemons listen."""
 
-    peers: tuple[Peer, ...]
+    peers: PeerTable
 
 
 class Beat(Message, frozen=True, kw_only=True):
@@ -88,7 +91,7 @@ class Table(Message, frozen=True, kw_only=True):
     """All nodes have come: the job as node 0 has it, and where all daemons listen."""
 
     spec: JobSpec
-    peers: tuple[Peer, ...]
+    peers: PeerTable
 
 
 class Refused(Message, frozen=True, kw_only=True):

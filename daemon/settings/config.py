@@ -7,6 +7,7 @@ import msgspec
 import yaml
 
 from ckptless.daemon.protocol.errors import UsageError
+from ckptless.daemon.protocol.limits import Name, NodeNumber
 from ckptless.daemon.settings.file import CONSTRUCTION
 from ckptless.daemon.settings.options import KeepSettings
 
@@ -19,9 +20,9 @@ Port = Annotated[int, msgspec.Meta(ge=0, le=65535)]
 class Peer(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
     """A node's daemon: where it listens for the others."""
 
-    node: int
-    name: str
-    address: str
+    node: NodeNumber
+    name: Name
+    address: Name
     port: Port
 
 
