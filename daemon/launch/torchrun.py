@@ -57,7 +57,7 @@ def check(given: Mapping[str, object], *, meets: bool = False) -> tuple[str, ...
     if strange := [name for name in names if name.strip() not in {*known, ""}]:
         raise UsageError(f"--signals-to-handle {strange[0]}: only {', '.join(sorted(known))} reach the ranks")
     idle = NOT_NEEDED if meets else (*NOT_NEEDED, *MEETING)
-    return tuple(_dashed(name) for name in idle if given.get(name) not in (None, False, ""))
+    return tuple(_dashed(name) for name in idle if given.get(name) or type(given.get(name)) is int)
 
 
 def count_nodes(text: str) -> tuple[int, int]:

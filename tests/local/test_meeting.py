@@ -19,9 +19,12 @@ PORT = 29512
 class Pods:
     """`ckptless-run` on each host of a net, and what it needs in its environment."""
 
-    def __init__(self, net: Hosts, home: Path, options: Sequence[object] = ()) -> None:
+    def __init__(
+        self, net: Hosts, home: Path, stack: contextlib.ExitStack, options: Sequence[object] = ()
+    ) -> None:
+        """What is started ends with `stack`."""
         self.net, self.home, self.jobs = net, home, list[Job]()
-        self._options = options
+        self._options, self._stack = options, stack
         self.key = home / "key"
         home.mkdir(parents=True, exist_ok=True)
         self.key.touch(mode=0o400)
@@ -59,15 +62,13 @@ class Pods:
         job = Job(folder, words, script, said, state_dir=state, launcher=inside, way=())
         job.home = self.home
         self.jobs.append(job)
-        return job
+        return self._stack.enter_context(job)
 
 
 @contextlib.contextmanager
 def pods(folder: Path, count: int, options: Sequence[object] = ()) -> Iterator[Pods]:
     with hosts(folder, count, sshd=False) as net, contextlib.ExitStack() as stack:
-        found = Pods(net, folder / "run", options)
-        stack.callback(lambda: [job.__exit__(None, None, None) for job in found.jobs])
-        yield found
+        yield Pods(net, folder / "run", stack, options)
 
 
 def test_a_node_is_lost_and_comes_back_in_vain(tmp_path: Path) -> None:
