@@ -22,10 +22,11 @@ from pathlib import Path
 
 import msgspec
 
+from ckptless.daemon.agent.ranks.console import ConsoleOutput
 from ckptless.daemon.agent.ranks.signals import ENDING, USERS
 from ckptless.daemon.launch import wire
 from ckptless.daemon.launch.console import tell_end
-from ckptless.daemon.launch.host import receive
+from ckptless.daemon.launch.host import FLUSH_S, receive
 from ckptless.daemon.launch.hostfile import Host
 from ckptless.daemon.launch.nodes import DAEMON_TERM_S, KILL_DEADLINE_S, LEAVE_GRACE_S, POLL_S, Tie
 from ckptless.daemon.protocol.codec import PROTOCOL, Decoder, check_protocol, encode
@@ -122,6 +123,9 @@ class HostsRun:
         loop = asyncio.get_running_loop()
         for number in (*ENDING, *USERS):
             loop.add_signal_handler(number, self._signal, number)
+        # Neither blocks, where nobody reads: hosts that hear nothing would end their nodes.
+        lost = lambda _kind, text: logger.warning("%s", text)  # noqa: E731
+        self._out, self._errors = ConsoleOutput(1, lost), ConsoleOutput(2, lost)
         spec = self.config.spec
         # no deadline: that of the resolver
         addresses = await asyncio.gather(
@@ -228,7 +232,7 @@ class HostsRun:
         while line := await _line(remote.process.stderr):
             remote.last = one_line(line)
             if self._trains:
-                print(f"{remote.host.name}: {remote.last}", file=sys.stderr, flush=True)
+                self._errors.write(f"{remote.host.name}: {remote.last}\n".encode())
 
     async def _listen(self, remote: Remote) -> None:
         """Hear a host to its end."""
@@ -237,8 +241,7 @@ class HostsRun:
             while not remote.ended:
                 message = await remote.hear()
                 if isinstance(message, wire.Console):
-                    sys.stdout.buffer.write(message.data)
-                    sys.stdout.buffer.flush()
+                    self._out.write(message.data)
                 elif isinstance(message, wire.Ended):
                     remote.ended, remote.outcome = True, message.outcome
         except ProtocolError as error:
@@ -285,6 +288,8 @@ class HostsRun:
             for remote in self._remotes:
                 remote.kill()
         await end_all(self._tasks)
+        for console in (self._out, self._errors):
+            await console.flush(FLUSH_S)
 
     # ----------------------------------------------------------------------------------- the end
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import json
 import os
 import signal
@@ -50,14 +51,26 @@ def nothing_left(net: Hosts, but: Sequence[int] = ()) -> None:
     assert not left
 
 
-@pytest.mark.parametrize("how", ["killed", "dark"])
+def cut_ssh(net: Hosts, number: int) -> None:
+    """End the launcher's ssh to a host."""
+    for entry in Path("/proc").glob("[0-9]*"):
+        with contextlib.suppress(OSError):
+            words = (entry / "cmdline").read_bytes().split(b"\0")
+            if os.fsencode(f"{net.folder}/ssh_config") in words and net.names[number].encode() in words:
+                os.kill(int(entry.name), signal.SIGKILL)
+
+
+LOSE = {"killed": Hosts.kill, "dark": Hosts.darken, "no-ssh": cut_ssh}
+
+
+@pytest.mark.parametrize("how", LOSE)
 def test_a_process_and_a_host_are_lost(tmp_path: Path, how: str) -> None:
     with hosts(tmp_path, NODES + 1) as net, job_on(net, tmp_path / "run") as job:
         trains_past(job, 10)
         os.kill(int((job.home / "out/pid-1.txt").read_text().split()[0]), signal.SIGKILL)
         wait_until(lambda: len(recovered(job.ledger())) == 1, DEADLINE_S, job)
         trains_past(job, newest_loss(job.home) + 5)
-        (net.kill if how == "killed" else net.darken)(2)
+        LOSE[how](net, 2)
         wait_until(lambda: len(recovered(job.ledger())) == 2, DEADLINE_S, job)
         (job.home / "slow").unlink()
         job.ended(0, DEADLINE_S)
@@ -66,7 +79,7 @@ def test_a_process_and_a_host_are_lost(tmp_path: Path, how: str) -> None:
         nothing_left(net)
     assert ledger.generations[-1].places[2] == (3, 0)
     assert "node-lost" in {one.kind for one in ledger.faults}, ledger.faults
-    if how == "killed":
+    if how != "dark":
         assert "h2: its ssh has ended" in job.stderr
 
 
