@@ -10,6 +10,7 @@ import contextlib
 import logging
 import os
 import signal
+import socket
 import sys
 from dataclasses import dataclass
 from pathlib import Path
@@ -21,11 +22,11 @@ from ckptless.daemon.agent.ranks.signals import USERS, ignore_others
 from ckptless.daemon.launch import wire
 from ckptless.daemon.launch.console import last_words
 from ckptless.daemon.launch.local import point_latest
-from ckptless.daemon.launch.nodes import Node, Nodes, free_port
+from ckptless.daemon.launch.nodes import Node, Nodes
 from ckptless.daemon.ledger.paths import default_state_dir
 from ckptless.daemon.protocol import log
 from ckptless.daemon.protocol.codec import PROTOCOL, Decoder, check_protocol, encode
-from ckptless.daemon.protocol.errors import CkptlessError, PeerError, ProtocolError
+from ckptless.daemon.protocol.errors import CkptlessError, PeerError, ProtocolError, UsageError
 from ckptless.daemon.settings.agent_config import AgentConfig, SharedConfig, on_host
 from ckptless.daemon.settings.config import LocalConfig, Peer
 from ckptless.daemon.transport.tasks import end_all
@@ -35,6 +36,22 @@ logger = logging.getLogger(__name__)
 T = TypeVar("T")
 
 FLUSH_S = 5.0
+
+
+def held_port(address: str, port: int = 0) -> socket.socket:
+    """A socket that keeps a port, any free one for 0, from others until a daemon listens there: it does not.
+
+    Raises UsageError.
+    """
+    sock = socket.socket(socket.AF_INET6 if ":" in address else socket.AF_INET)
+    sock.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+    try:
+        sock.bind((address, port))
+    except OSError as error:
+        sock.close()
+        what = f"port {port} of {address}" if port else address
+        raise UsageError(f"cannot listen on {what}: {error.strerror}") from error
+    return sock
 
 
 @dataclass(frozen=True)
@@ -59,13 +76,17 @@ class HostNode(Nodes):
 
     async def live(self) -> None:
         """See `Nodes`; returns early where the node has left."""
-        self._living = asyncio.current_task()
+        self._living = living = asyncio.current_task()
         try:
             await super().live()
         except asyncio.CancelledError:
-            if not self._left or self._living is None:
+            if not self._left or living is None:
                 raise
-            self._living.uncancel()
+            living.uncancel()
+
+    async def _end_all(self) -> None:
+        self._living = None  # what ends is not cut short
+        await super()._end_all()
 
     def stop(self, number: signal.Signals) -> None:
         """Act on a signal of this process: Ctrl-C is a user's, others are of a machine that shuts down."""
@@ -210,7 +231,8 @@ async def serve() -> int:
     except (msgspec.DecodeError, UnicodeDecodeError, RecursionError) as error:
         raise ProtocolError(f"the launcher's word to the agent is not understood: {error}") from error
     os.environ.update(begin.env)
-    await launcher.say(wire.Here(protocol=PROTOCOL, port=begin.port or free_port(begin.address)))
+    held = held_port(begin.address, begin.port)
+    await launcher.say(wire.Here(protocol=PROTOCOL, port=held.getsockname()[1]))
     peers = (await launcher.expect(wire.Peers)).peers
     out, console = os.pipe()
     state_dir = Path(begin.state_dir) if begin.state_dir else None
@@ -221,6 +243,7 @@ async def serve() -> int:
     try:
         await node.live()
     finally:
+        held.close()
         os.close(console)
         with contextlib.suppress(TimeoutError, OSError):
             await asyncio.wait_for(shown, FLUSH_S)

@@ -21,8 +21,7 @@ from msgspec.structs import fields, replace
 
 from ckptless.daemon.agent.ranks.signals import ENDING
 from ckptless.daemon.launch import wire
-from ckptless.daemon.launch.host import HostNode, Part
-from ckptless.daemon.launch.nodes import free_port
+from ckptless.daemon.launch.host import HostNode, Part, held_port
 from ckptless.daemon.protocol.errors import CkptlessError, PeerError, StartError, UsageError
 from ckptless.daemon.protocol.messages import JobSpec
 from ckptless.daemon.settings.agent_config import SharedConfig
@@ -118,6 +117,31 @@ def _by_mpi(env: Mapping[str, str]) -> tuple[int | None, int | None]:
     return None, None
 
 
+class OwnPeer:
+    """Where this node's daemon is to listen: a port that is kept for it from the first word about it on."""
+
+    def __init__(self, place: Place) -> None:
+        self._place = place
+        self._held: socket.socket | None = None
+
+    def at(self, address: str) -> Peer:
+        """Return it at `address`, if nothing else was said. Raises UsageError."""
+        local = self._place.local_addr
+        try:
+            found = (
+                address
+                if local is None
+                else socket.getaddrinfo(local, None, type=socket.SOCK_STREAM)[0][4][0]
+            )
+        except OSError as error:
+            raise UsageError(f"--local-addr {local} is no address here: give another") from error
+        if self._held is not None:
+            self._held.close()
+        self._held = held_port(str(found), self._place.daemon_port)
+        port = int(self._held.getsockname()[1])
+        return Peer(node=self._place.node, name=socket.gethostname(), address=str(found), port=port)
+
+
 class MeetingRun:
     """This node's part of a run, from the meeting on; owned by the event loop."""
 
@@ -127,11 +151,14 @@ class MeetingRun:
         self.config, self.place = config, place
         self._state_dir, self._verbose = state_dir, verbose
         self._stop: signal.Signals | None = None
+        self._own = OwnPeer(place)
 
     async def run(self) -> int:
         """Meet the others, and be one node of the job. The exit code. Raises the tree's errors."""
-        meeting = Meeting(self.place, self.config.spec) if self.place.node == 0 else None
-        meet = asyncio.create_task(meeting.held() if meeting else join(self.place, self.config.spec))
+        meeting = Meeting(self.place, self.config.spec, self._own) if self.place.node == 0 else None
+        meet = asyncio.create_task(
+            meeting.held() if meeting else join(self.place, self.config.spec, self._own)
+        )
         for number in ENDING:
             asyncio.get_running_loop().add_signal_handler(number, self._stopped, number, meet)
         try:
@@ -164,13 +191,13 @@ class MeetingRun:
 # ------------------------------------------------------------------------------------ the others
 
 
-async def join(place: Place, spec: JobSpec) -> wire.Table:
+async def join(place: Place, spec: JobSpec, own: OwnPeer) -> wire.Table:
     """Tell node 0 of this node, once it is there, and wait for the others. Raises StartError."""
     loop = asyncio.get_running_loop()
     limit = loop.time() + MEET_S
     while True:
         try:
-            return await _asked(place, spec, limit)
+            return await _asked(place, spec, own, limit)
         except (OSError, TimeoutError, GreetingCutError) as error:
             why = str(error) or "no answer"
         except PeerError as error:
@@ -184,13 +211,13 @@ async def join(place: Place, spec: JobSpec) -> wire.Table:
         await asyncio.sleep(AGAIN_S)
 
 
-async def _asked(place: Place, spec: JobSpec, limit: float) -> wire.Table:
+async def _asked(place: Place, spec: JobSpec, own: OwnPeer, limit: float) -> wire.Table:
     route = Route((place.address, place.port), None, 0)
     link: Member = await Link.dial(
         route, (MEETING, place.node), KeyCredentials(place.key), wire.ToMember, HANDSHAKE_DEADLINE_S
     )
     try:
-        link.send(wire.Join(peer=own_peer(place, link.own_address), spec=spec))
+        link.send(wire.Join(peer=own.at(link.own_address), spec=spec))
         async with asyncio.timeout_at(limit):
             answer = await link.receive()
     finally:
@@ -201,25 +228,14 @@ async def _asked(place: Place, spec: JobSpec, limit: float) -> wire.Table:
     raise StartError(f"node 0 refuses node {place.node}: {reason}")
 
 
-def own_peer(place: Place, address: str) -> Peer:
-    """Where this node's daemon is to listen: at `address`, if nothing else was said. Raises UsageError."""
-    if place.local_addr is not None:
-        try:
-            address = str(socket.getaddrinfo(place.local_addr, None, type=socket.SOCK_STREAM)[0][4][0])
-        except OSError as error:
-            raise UsageError(f"--local-addr {place.local_addr} is no address here: give another") from error
-    name, port = socket.gethostname(), place.daemon_port or free_port(address)
-    return Peer(node=place.node, name=name, address=address, port=port)
-
-
 # ----------------------------------------------------------------------------------------- node 0
 
 
 class Meeting:
     """Takes the other nodes in until all are there, and refuses who comes then."""
 
-    def __init__(self, place: Place, spec: JobSpec) -> None:
-        self._place, self._spec = place, spec
+    def __init__(self, place: Place, spec: JobSpec, own: OwnPeer) -> None:
+        self._place, self._spec, self._own = place, spec, own
         self._members: dict[int, tuple[Member, Peer]] = {}
         self._all, self._begun = asyncio.Event(), False
         self._listener = Listener(self._came)
@@ -249,7 +265,7 @@ class Meeting:
 
     def _table(self) -> wire.Table:
         own = next((link.own_address for link, _ in self._members.values()), "127.0.0.1")
-        peers = [own_peer(self._place, own), *(peer for _, (_, peer) in sorted(self._members.items()))]
+        peers = [self._own.at(own), *(peer for _, (_, peer) in sorted(self._members.items()))]
         if len({peer.name for peer in peers}) < len(peers):
             peers = [replace(peer, name=f"node-{peer.node}") for peer in peers]
         spec = replace(self._spec, names=tuple(peer.name for peer in peers))

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import socket
 import subprocess
 import sys
 from collections.abc import Mapping
@@ -12,6 +13,7 @@ import msgspec
 import pytest
 
 from ckptless.daemon.launch import main, wire
+from ckptless.daemon.launch.host import held_port
 from ckptless.daemon.launch.hostfile import Host
 from ckptless.daemon.launch.hosts import HostsRun, address_of, env_for_hosts
 from ckptless.daemon.launch.local import LocalRun
@@ -196,6 +198,21 @@ def test_addresses() -> None:
         address_of(Host("localhost"), 2)
     with pytest.raises(UsageError, match=r"a: no\.such\.invalid has no address"):
         address_of(Host("a", address="no.such.invalid"), 2)
+
+
+def test_a_port_is_kept_until_a_daemon_has_it() -> None:
+    with held_port("127.0.0.1") as held:
+        address = held.getsockname()
+        with pytest.raises(ConnectionRefusedError), socket.create_connection(address, 5.0):
+            pass
+        with socket.create_server(address), socket.create_connection(address, 5.0):
+            port = address[1]
+            with pytest.raises(
+                UsageError, match=f"cannot listen on port {port} of 127.0.0.1: Address already"
+            ):
+                held_port("127.0.0.1", port)
+    with pytest.raises(UsageError, match=r"cannot listen on 192\.0\.2\.1: "):
+        held_port("192.0.2.1")
 
 
 # ------------------------------------------------------------------------------ the host's process
