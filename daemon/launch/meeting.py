@@ -39,6 +39,8 @@ KEY_FILE = "CKPTLESS_JOB_KEY_FILE"
 DEFAULT_PORT = 29500
 # Pods may wait for machines that are still being made.
 MEET_S, AGAIN_S = 900.0, 1.0
+# Of those that prove nothing so many are logged: anybody can connect.
+MOST_TOLD = 50
 # What is not a job's, and not a daemon's: the place where nodes meet.
 MEETING = "ckptless meeting"
 # What is node 0's to say; all else must be the same on each command line.
@@ -238,6 +240,7 @@ class Meeting:
         self._place, self._spec, self._own = place, spec, own
         self._members: dict[int, tuple[Member, Peer]] = {}
         self._all, self._begun = asyncio.Event(), False
+        self._strangers = 0
         self._listener = Listener(self._came)
         self._tasks = Tasks()
 
@@ -282,7 +285,9 @@ class Meeting:
                 streams, _node_0, KeyCredentials(self._place.key), wire.FromMember
             )
         except (CkptlessError, OSError, TimeoutError) as error:
-            logger.warning("refused %s: %s", address, error)
+            self._strangers += 1
+            level = logging.WARNING if self._strangers <= MOST_TOLD else logging.DEBUG
+            logger.log(level, "refused %s: %s", address, error)
             return
         try:
             link.limit = wire.MEMBER_LIMIT
