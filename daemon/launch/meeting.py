@@ -129,19 +129,16 @@ class OwnPeer:
     def at(self, address: str) -> Peer:
         """Return it at `address`, if nothing else was said. Raises UsageError."""
         local = self._place.local_addr
-        try:
-            found = (
-                address
-                if local is None
-                else socket.getaddrinfo(local, None, type=socket.SOCK_STREAM)[0][4][0]
-            )
-        except OSError as error:
-            raise UsageError(f"--local-addr {local} is no address here: give another") from error
+        if local is not None:
+            try:
+                address = str(socket.getaddrinfo(local, None, type=socket.SOCK_STREAM)[0][4][0])
+            except OSError as error:
+                raise UsageError(f"--local-addr {local} is no address here: give another") from error
         if self._held is not None:
             self._held.close()
-        self._held = held_port(str(found), self._place.daemon_port)
+        self._held = held_port(address, self._place.daemon_port)
         port = int(self._held.getsockname()[1])
-        return Peer(node=self._place.node, name=socket.gethostname(), address=str(found), port=port)
+        return Peer(node=self._place.node, name=socket.gethostname(), address=address, port=port)
 
 
 class MeetingRun:
