@@ -14,10 +14,13 @@ EDGES = {
     "Between agent, rank and daemon": ("messages", "saving", "ring"),
     "Between daemons": ("peers.messages", "peers.agreement", "peers.membership"),
     "Between ckptctl and a daemon": ("requests", "health", "keeping"),
+    "Between a launcher and hosts without Slurm": ("launch.wire",),
     "In the ledger": ("records",),
     "In a saved step": ("saved",),
     "Of which they consist": ("model",),
 }
+# That stand with those who say them.
+BESIDE = ("launch.wire",)
 HEAD = """# Messages and records
 
 Every message between our processes and every record that is kept, as the code has them. A message on a
@@ -38,11 +41,17 @@ def page() -> str:
     for edge, names in EDGES.items():
         parts.append(f"## {edge}\n")
         for name in names:
-            module = importlib.import_module(f"ckptless.daemon.protocol.{name}")
+            module = module_of(name)
             head = inspect.cleandoc(module.__doc__ or "").partition("\n\n")[0].replace("\n", " ")
             rows = map(_row, structs(module))
             parts.append("\n".join((f"{head}\n", "| name | | fields |", "| --- | --- | --- |", *rows, "")))
     return "\n".join(parts)
+
+
+def module_of(name: str) -> ModuleType:
+    """Return the module of an entry of EDGES."""
+    room = "" if name in BESIDE else "protocol."
+    return importlib.import_module(f"ckptless.daemon.{room}{name}")
 
 
 def structs(module: ModuleType) -> list[type[msgspec.Struct]]:

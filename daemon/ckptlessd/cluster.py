@@ -57,11 +57,12 @@ class Cluster(Protocol):
 
 
 class LocalCluster:
-    """Local mode: one roster, for any job of the user who started the daemon."""
+    """Local mode, and hosts without Slurm: one roster, for any job of the user who started the daemon."""
 
-    def __init__(self, me: int, peers: Sequence[Peer], state_dir: Path) -> None:
+    def __init__(self, me: int, peers: Sequence[Peer], state_dir: Path, *, witness: bool = True) -> None:
+        """`witness`: whether a file beside the state directory is one, since all nodes have the same."""
         self._roster = Roster(me, tuple(peers))
-        self._state_dir = state_dir
+        self._state_dir, self._witness = state_dir, witness
 
     async def admit(self, hello: AgentHello, uid: int) -> Roster:
         """See `Cluster`."""
@@ -90,7 +91,9 @@ class LocalCluster:
         """See `Cluster`. There is nobody to tell."""
 
     def witness(self, runtime: "JobHost", nodes: Sequence[int], ours: Sequence[int]) -> None:
-        """See `Cluster`. All nodes are on one machine: the witness is a file."""
+        """See `Cluster`. Where all nodes are on one machine the witness is a file; else there is none."""
+        if not self._witness:
+            return
         path = self._state_dir.parent / f"{WITNESS_FILE}-{runtime.job}-{runtime.launch}"
         with path.open("a+") as file:
             fcntl.flock(file, fcntl.LOCK_EX)

@@ -54,7 +54,7 @@ def _stop_event() -> asyncio.Event:
 
 async def _serve_local(config: LocalConfig) -> int:
     """Serve as a node of local mode, until told to stop; the exit code."""
-    cluster = LocalCluster(config.node, config.peers, Path(config.state_dir))
+    cluster = LocalCluster(config.node, config.peers, Path(config.state_dir), witness=config.one_machine)
     credentials = KeyCredentials(read_key(Path(config.key_file)))
     return await serve_forever(Service(config.daemon, cluster, credentials), _stop_event())
 

@@ -1,4 +1,4 @@
-"""`ckptless-run`: torchrun's command line, in a Slurm job, or with `--local` on one machine."""
+"""`ckptless-run`: torchrun's command line, in a Slurm job, on hosts without Slurm, or on one machine."""
 
 import asyncio
 import logging
@@ -11,7 +11,7 @@ import click
 
 from ckptless import __version__
 from ckptless.daemon.agent.ranks.signals import ignore_others
-from ckptless.daemon.launch.options import local_run, recovers, slurm_run
+from ckptless.daemon.launch.options import meets, recovers, run_of
 from ckptless.daemon.launch.preload import check_torch, names_ckptless, try_untested
 from ckptless.daemon.launch.rehearsal import rehearse
 from ckptless.daemon.launch.step import StepRun
@@ -27,6 +27,7 @@ Examples:
   sbatch --ckptless=spares=1 --nodes=5 --wrap "ckptless-run train.py --lr 1e-3"
   ckptless-run --local --nodes 4 --spares 1 train.py --lr 1e-3
   ckptless-run --local --nodes 2 --nproc-per-node 2 -m my.training --config c.yaml
+  ckptless-run --hosts hostfile --spares 1 train.py --lr 1e-3
 
 \b
 Exit codes:
@@ -119,12 +120,11 @@ def command(script: str, script_args: tuple[str, ...], **params: object) -> None
         check_torch()
         if recovers(said, os.environ) and names_ckptless(script, Path.cwd(), module="module" in said):
             try_untested()
-        for name in check(said):
+        for name in check(said, meets=meets(said, os.environ)):
             click.echo(f"ckptless-run: {name} is not needed and has no effect", err=True)
         if "rehearse" in said:
             sys.exit(rehearse(script, script_args, said, os.environ))
-        build = local_run if "local" in said else slurm_run
-        run = build(script, script_args, said, os.environ)
+        run = run_of(script, script_args, said, os.environ)
         sys.exit(run.run() if isinstance(run, StepRun) else asyncio.run(run.run()))
     except CkptlessError as error:
         if json:

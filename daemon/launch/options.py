@@ -10,12 +10,15 @@ import re
 from collections.abc import Mapping
 from pathlib import Path
 from secrets import token_hex
-from typing import Any
+from typing import Any, TypeAlias
 
 from msgspec.structs import replace
 
 from ckptless.daemon.launch import allocation as slurm
+from ckptless.daemon.launch import hostfile
+from ckptless.daemon.launch.hosts import HostsRun
 from ckptless.daemon.launch.local import LocalRun
+from ckptless.daemon.launch.meeting import MeetingRun, find_place
 from ckptless.daemon.launch.preload import ALWAYS, preloads
 from ckptless.daemon.launch.slurm import SlurmRun, make_log_dir, step_log_dir
 from ckptless.daemon.launch.step import StepRun
@@ -36,6 +39,7 @@ from ckptless.daemon.settings.options import (
     DataSettings,
     ReplicationSettings,
     RunOptions,
+    check_fits,
     run_options,
 )
 from ckptless.daemon.settings.policy import read_policy
@@ -58,26 +62,105 @@ _NOT_FOR_TIER_1 = (
     *("spares", "max_restarts", "requeue", "save_dir", "save_every"),
     *("min_nodes", "max_nodes", "step", "sizes", "draw_in", "elastic_policy"),
 )
+# Why, and what to do.
+_NOT_ON_HOSTS = {
+    "rehearse": "it is done on this machine; leave the hosts out",
+    "rehearse_steps": "leave it out",
+    "requeue": "there is no queue; leave it out",
+    "draw_in": "nobody gives further nodes; leave it out, and name more hosts as --spares",
+    "log_dir": "the logs are below --state-dir",
+}
+Run: TypeAlias = LocalRun | HostsRun | MeetingRun | SlurmRun | StepRun
+
+
+def run_of(script: str, script_args: tuple[str, ...], given: Given, env: Env) -> Run:
+    """The run that a command line asks for: by --local, --hosts, an address to meet at, else Slurm."""
+    if "local" in given and "hosts" in given:
+        raise UsageError("--local and --hosts are two ways to run: leave one out")
+    if "local" in given:
+        return local_run(script, script_args, given, env)
+    if "hosts" in given:
+        return hosts_run(script, script_args, given, env)
+    return (meeting_run if meets(given, env) else slurm_run)(script, script_args, given, env)
+
+
+def meets(given: Given, env: Env) -> bool:
+    """Whether somebody else has started this command on each node, and they are to meet."""
+    addressed = given.get("master_addr") or env.get("MASTER_ADDR")
+    return bool(addressed) and not ("local" in given or "hosts" in given or slurm.inside_slurm(env))
 
 
 def local_run(script: str, script_args: tuple[str, ...], given: Given, env: Env) -> LocalRun:
     """A run on nodes that are made here, or UsageError with one sentence that says what to change."""
-    options, recovery = run_options(given), recovers(given, env)
+    options = run_options(given)
     _refuse(options, local=True)
     options, nodes, slots = _counts(options)
-    nodes = nodes or 1
-    job = options.job or f"local-{token_hex(3)}"
+    argv = _argv(script, script_args, module=options.module)
+    config = _own_config("local", argv, (nodes or 1, slots or 1), given, options, env)
+    return LocalRun(config, state_dir=options.state_dir, port=options.port, verbose=options.verbose)
+
+
+def hosts_run(script: str, script_args: tuple[str, ...], given: Given, env: Env) -> HostsRun:
+    """A run on hosts that ssh reaches. Raises UsageError."""
+    options = run_options(given)
+    _refuse_on_hosts(options)
+    options, nodes, slots = _counts(options)
+    hosts, said = _hosts(options.hosts or Path(), nodes, options.spares)
+    if None not in (slots, said) and slots != said:
+        raise UsageError(
+            f"--hosts {options.hosts} has slots={said}, and --nproc-per-node is {slots}: give one of them"
+        )
+    argv = _argv(script, script_args, module=options.module)
+    shape = (len(hosts) - options.spares, slots or said or 1)
+    config = _own_config("hosts", argv, shape, given, options, env)
+    config = replace(config, spec=replace(config.spec, names=tuple(host.name for host in hosts)))
+    state_dir = None if options.state_dir is None else options.state_dir.absolute()
+    return HostsRun(config, hosts, env, state_dir=state_dir, port=options.port, verbose=options.verbose)
+
+
+def _hosts(path: Path, nodes: int | None, spares: int) -> tuple[tuple[hostfile.Host, ...], int | None]:
+    """Return the job's hosts by a hostfile, and the ranks on each if it says so. Raises UsageError."""
+    where = f"--hosts {path}"
+    try:
+        text = path.read_text(errors="replace")
+    except OSError as error:
+        raise UsageError(f"{where} cannot be read ({error.strerror}): name a file of hosts") from error
+    hosts = hostfile.choose(hostfile.read_hosts(text, where), nodes, spares, where)
+    return hosts, hostfile.slots_of(hosts, where)
+
+
+def meeting_run(script: str, script_args: tuple[str, ...], given: Given, env: Env) -> MeetingRun:
+    """This node's part of a run whose nodes somebody else has started. Raises UsageError."""
+    options = run_options(given)
+    _refuse_on_hosts(options)
+    options, nodes, slots = _counts(options)
+    place = find_place(options, nodes, env)
+    check_fits(options.spares, place.nodes)
+    argv = _argv(script, script_args, module=options.module)
+    config = _own_config("job", argv, (place.nodes - options.spares, slots or 1), given, options, env)
+    return MeetingRun(config, place, state_dir=options.state_dir, verbose=options.verbose)
+
+
+def _own_config(
+    prefix: str, argv: tuple[str, ...], shape: tuple[int, int], given: Given, options: RunOptions, env: Env
+) -> SharedConfig:
+    """The configuration of a job that Slurm does not know, of this `shape`: nodes that train, ranks on each.
+
+    Raises UsageError.
+    """
+    recovery, (nodes, slots) = recovers(given, env), shape
+    job = options.job or f"{prefix}-{token_hex(3)}"
     if not re.fullmatch(r"[A-Za-z0-9_][A-Za-z0-9_.-]*", job) or job == LATEST:
         raise UsageError(
             f"--job {job!r} names a folder: use letters, digits, and _ . - inside, and not {LATEST}"
         )
-    settings, argv = default_settings(), _argv(script, script_args, module=options.module)
+    settings = default_settings()
     spec = JobSpec(
         job=job,
         command=argv,
         nodes=nodes,
         spares=options.spares,
-        slots_per_node=slots or 1,
+        slots_per_node=slots,
         limits=_limits(options, settings),
         domains=_local_domains(options, nodes + options.spares),
         run_id=token_hex(16),
@@ -86,8 +169,7 @@ def local_run(script: str, script_args: tuple[str, ...], given: Given, env: Env)
         **_elastic(options, nodes, options.spares, 0, recovery=recovery),
         **_drawing(options, recovery=recovery),
     )
-    config = _config(spec, argv, given, options, settings, env)
-    return LocalRun(config, state_dir=options.state_dir, port=options.port, verbose=options.verbose)
+    return _config(spec, argv, given, options, settings, env)
 
 
 def slurm_run(script: str, script_args: tuple[str, ...], given: Given, env: Env) -> SlurmRun | StepRun:
@@ -95,7 +177,10 @@ def slurm_run(script: str, script_args: tuple[str, ...], given: Given, env: Env)
     if env.get(HET_SIZE):  # first: beside salloc such a job has its lists of nodes under other names
         raise UsageError(NO_HET)
     if not slurm.inside_slurm(env):
-        raise UsageError("no Slurm allocation is around this command: add --local to run on this machine")
+        raise UsageError(
+            "no Slurm allocation is around this command: add --local to run on this machine, --hosts FILE to "
+            "run on hosts that ssh reaches, or --master-addr where it is started on each node"
+        )
     options = run_options(given, env)
     _refuse(options, local=False)
     argv, recovery = _argv(script, script_args, module=options.module), recovers(given, env)
@@ -197,6 +282,13 @@ def _refuse(options: RunOptions, *, local: bool) -> None:
             raise UsageError(f"{row.flags[-1]} is for a Slurm job: {option.slurm_only}")
         if not local and option.local_only:
             raise UsageError(f"{row.flags[-1]} is for --local: leave it out in a Slurm job")
+
+
+def _refuse_on_hosts(options: RunOptions) -> None:
+    """Raise UsageError for what belongs to Slurm, or to one machine alone."""
+    for name, why in _NOT_ON_HOSTS.items():
+        if getattr(options, name):
+            raise UsageError(f"--{name.replace('_', '-')} is not for hosts without Slurm: {why}")
 
 
 def recovers(given: Given, env: Env) -> bool:

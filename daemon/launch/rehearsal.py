@@ -107,7 +107,7 @@ async def _lose(run: LocalRun, mark: Path) -> None:
     # no deadline: the run's own end
     while not mark.exists():  # noqa: ASYNC110  # another process makes it
         await asyncio.sleep(POLL_S)
-    run.lose(int(mark.read_text()))
+    run.lose_agent(int(mark.read_text()))
 
 
 def _read(directory: Path, rank: int) -> Sequence[Line]:

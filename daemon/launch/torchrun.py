@@ -16,9 +16,10 @@ from ckptless.daemon.settings.options import RunOptions
 # What brings torchrun's nodes together, or is how it looks after processes: the agents know by themselves.
 NOT_NEEDED = (
     *("standalone", "rdzv_backend", "rdzv_endpoint", "rdzv_id", "rdzv_conf"),
-    *("master_addr", "master_port", "node_rank", "local_addr"),
     *("monitor_interval", "start_method", "run_path", "signals_to_handle"),
 )
+# Bring nodes together that somebody else has started; elsewhere there is nothing to bring together.
+MEETING = ("master_addr", "master_port", "node_rank", "local_addr")
 # Why it cannot be had, and what to do.
 REFUSED = {
     "no_python": "ranks are forked from a Python that has torch loaded: give a Python script, or -m MODULE",
@@ -43,8 +44,11 @@ _COUNT = (
 _NONE, _BOTH = 0, 3
 
 
-def check(given: Mapping[str, object]) -> tuple[str, ...]:
-    """Return the options that were given and have no effect. Raises UsageError for what cannot be had."""
+def check(given: Mapping[str, object], *, meets: bool = False) -> tuple[str, ...]:
+    """Return the options that were given and have no effect, where nodes meet or do not.
+
+    Raises UsageError for what cannot be had.
+    """
     for name, why in REFUSED.items():
         if given.get(name) and given[name] != DEFAULTS.get(name):
             raise UsageError(f"{_dashed(name)}: {why}")
@@ -52,7 +56,8 @@ def check(given: Mapping[str, object]) -> tuple[str, ...]:
     known = {signal.Signals(number).name for number in (*ENDING, *USERS)}
     if strange := [name for name in names if name.strip() not in {*known, ""}]:
         raise UsageError(f"--signals-to-handle {strange[0]}: only {', '.join(sorted(known))} reach the ranks")
-    return tuple(_dashed(name) for name in NOT_NEEDED if given.get(name))
+    idle = NOT_NEEDED if meets else (*NOT_NEEDED, *MEETING)
+    return tuple(_dashed(name) for name in idle if given.get(name) or type(given.get(name)) is int)
 
 
 def count_nodes(text: str) -> tuple[int, int]:

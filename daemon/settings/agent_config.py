@@ -127,6 +127,23 @@ def of_this_node(env: Mapping[str, str], cores: int) -> AgentConfig:
     )
 
 
+def on_host(shared: SharedConfig, env: Mapping[str, str], address: str, **own: Any) -> AgentConfig:
+    """The configuration of the agent of a host without Slurm, which has `address`. Raises StartError.
+
+    Ranks talk over the interface of that address, if nothing else is said.
+    """
+    env = {**env, **thread_env(env, shared.spec.slots_per_node)}
+    names, comm_address = _comm(env, shared.comm_interface or address)
+    return agent_config(
+        shared,
+        address=address,
+        env={**env, **names},
+        copies_addresses=_copies_addresses(shared.replication.interface),
+        comm_address=comm_address,
+        **own,
+    )
+
+
 def agent_config(shared: SharedConfig, **own: Any) -> AgentConfig:
     """The configuration of one agent: what all have, and its `own`."""
     return AgentConfig(**{**msgspec.structs.asdict(shared), **own})

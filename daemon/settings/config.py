@@ -7,6 +7,7 @@ import msgspec
 import yaml
 
 from ckptless.daemon.protocol.errors import UsageError
+from ckptless.daemon.protocol.limits import Name, NodeNumber
 from ckptless.daemon.protocol.log import RunLogFormat
 from ckptless.daemon.settings.file import CONSTRUCTION
 from ckptless.daemon.settings.options import KeepSettings
@@ -20,9 +21,9 @@ Port = Annotated[int, msgspec.Meta(ge=0, le=65535)]
 class Peer(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
     """A node's daemon: where it listens for the others."""
 
-    node: int
-    name: str
-    address: str
+    node: NodeNumber
+    name: Name
+    address: Name
     port: Port
 
 
@@ -58,13 +59,18 @@ class DaemonConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fie
 
 
 class LocalConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
-    """A daemon of local mode: one of `peers`, for the jobs of one user; all hold the key in `key_file`."""
+    """A daemon of local mode, or of hosts without Slurm: one of `peers`, for the jobs of one user.
+
+    All hold the key in `key_file`. `one_machine`: where all are on one, a file is the witness of two halves;
+    elsewhere nobody is.
+    """
 
     node: int
     state_dir: str
     socket: str
     key_file: str
     peers: tuple[Peer, ...]
+    one_machine: bool = True
     timers: Timers = Timers()
     keep: KeepConfig = KeepConfig()
     log_format: RunLogFormat = "text"

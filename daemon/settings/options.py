@@ -367,6 +367,10 @@ class RunOptions:
     """The options of ckptless-run, in the order of its help. None is "not said"."""
 
     local: bool = flag("Make the nodes on this machine; needs no root and no Slurm.").default(False)
+    hosts: Path | None = file(
+        "Run on the hosts of this file, one a line, which ssh reaches; needs no Slurm.",
+        unsaid="in a Slurm job its nodes",
+    ).default()
     rehearse: bool = flag(
         "Run the script for a few steps on this machine, without faults and with, and tell what differs.",
         local_only=True,
@@ -546,6 +550,32 @@ class RunOptions:
         "The lines that ckptless itself logs, in the launcher, the agents and the ranks: text, or JSON.",
         among=get_args(RunLogFormat),
     ).default("text")
+    master_addr: str | None = Option(
+        "Where this command is run on each node by somebody else: the address of node 0.",
+        metavar="ADDRESS",
+        torchruns=True,
+        unsaid="MASTER_ADDR",
+    ).default()
+    master_port: int | None = number(
+        "The port of node 0 where the nodes meet.",
+        low=1,
+        high=65535,
+        metavar="PORT",
+        torchruns=True,
+        unsaid="MASTER_PORT, else 29500",
+    ).default()
+    node_rank: int | None = number(
+        "The number of this node, from 0 on; the last --spares of them wait.",
+        high=MOST_NODES,
+        torchruns=True,
+        unsaid="NODE_RANK, or the rank that mpirun gives the only process of a node",
+    ).default()
+    local_addr: str | None = Option(
+        "The address at which the other nodes reach this one.",
+        metavar="ADDRESS",
+        torchruns=True,
+        unsaid="that of the connection to node 0",
+    ).default()
     verbose: bool = flag("Log more.", short="-v").default(False)
 
 

@@ -157,6 +157,11 @@ class Link(Generic[T]):
             raise GreetingCutError("the other end hung up during the greeting") from error
         return handshake.decode(body, kind)
 
+    @property
+    def own_address(self) -> str:
+        """The address of this end, as the other one has it where nothing in between changes it."""
+        return str(self._writer.get_extra_info("sockname")[0])
+
     # ------------------------------------------------------------------------------- messages
 
     def send(self, message: T) -> None:

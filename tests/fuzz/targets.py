@@ -37,6 +37,7 @@ from ckptless.daemon.agent.versions import requeue_memory
 from ckptless.daemon.ckptctl.shared import render
 from ckptless.daemon.ckptlessd.consensus import packing
 from ckptless.daemon.ckptlessd.service import _Heard as FromOutside
+from ckptless.daemon.launch import hostfile, wire
 from ckptless.daemon.ledger.store import Ledger
 from ckptless.daemon.protocol import (
     health,
@@ -104,6 +105,10 @@ EDGES: dict[str, tuple[Any, int]] = {
     "ckptctl, the story": (requests.Page | messages.Denied, CONTROL_LIMIT),
     "ckptctl kept": (keeping.KeptList | messages.Denied, CONTROL_LIMIT),
     "ckptctl health": (health.HealthReport | messages.Denied, CONTROL_LIMIT),
+    "host, from its launcher": (wire.ToHost, wire.LAUNCHER_LIMIT),
+    "launcher, from a host": (wire.FromHost, wire.HOST_LIMIT),
+    "node 0, from a node that meets it": (wire.FromMember, wire.MEMBER_LIMIT),
+    "a node, from node 0": (wire.ToMember, CONTROL_LIMIT),
     "daemon, from daemons": (peers.DaemonMessage, CONTROL_LIMIT),
     "agent, from agents": (peers.AgentMessage, CONTROL_LIMIT),
 }
@@ -656,6 +661,11 @@ def texts() -> list[Target]:
             _as_text(text.read_topology),
         ),
         Target("hostlist", lambda _: b"node[01-04,7,9-12],b[1-2]x,c", _as_text(hostlist.expand)),
+        Target(
+            "hostfile",
+            lambda _: b"# all\nnode-1 slots=8 address=10.1.0.1\n\nnode-2 slots=8\nn3.x address=::1 # last\n",
+            _as_text(lambda said: hostfile.read_hosts(said, "it")),
+        ),
         Target("ckptless.yaml", _settings, _load_settings),
         Target(
             "a local daemon's file",

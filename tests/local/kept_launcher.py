@@ -15,7 +15,7 @@ import msgspec
 from msgspec.structs import replace
 
 from ckptless.daemon.agent.ranks.socket_folder import SocketFolder
-from ckptless.daemon.launch import local, main
+from ckptless.daemon.launch import local, main, nodes
 from ckptless.daemon.launch import options as launch_options
 from ckptless.daemon.launch.options import newest, saved_step
 from ckptless.daemon.settings.agent_config import SharedConfig
@@ -50,13 +50,13 @@ class Start(local.LocalRun):
         if self._earlier is None:
             super()._prepare()
         else:
-            self._tag, self._nodes = self._earlier._tag, self._earlier._nodes
+            self._nodes = self._earlier._nodes
         keep = KeepConfig(nbytes=int(os.environ.get("TOY_KEEP_NBYTES", str(1 << 30))), ttl_s=600.0)
         for node in self._nodes:
             daemon = msgspec.json.decode((node.dir / "daemon.json").read_bytes(), type=LocalConfig)
-            local._write(node.dir / "daemon.json", replace(daemon, keep=keep))
+            nodes.write_config(node.dir / "daemon.json", replace(daemon, keep=keep))
             agent = replace(self._agent_config(node), restarts=self._restarts)
-            local._write(node.dir / "agent.json", agent)
+            nodes.write_config(node.dir / "agent.json", agent)
 
     async def _start_daemons(self) -> None:
         if self._earlier is None:
@@ -66,7 +66,7 @@ class Start(local.LocalRun):
         for node in self._nodes:
             if str(node.number) in lost and node.daemon is not None:
                 # Another node in its place: nothing is kept there.
-                await local.end([node.daemon], 15.0)
+                await nodes.end([node.daemon], 15.0)
                 await self._start_daemon(node)
                 await self._daemon_ready(node)
 
@@ -75,7 +75,7 @@ class Start(local.LocalRun):
             await super()._end_all()
             return
         agents = [node.agent for node in self._nodes if node.agent is not None]
-        await local.end(agents, 15.0)
+        await nodes.end(agents, 15.0)
         daemons = {node.daemon.pid for node in self._nodes if node.daemon is not None}
         while set(map(int, Path(f"/proc/self/task/{os.getpid()}/children").read_text().split())) - daemons:
             self._adopt_orphans()
@@ -91,7 +91,7 @@ class Both:
     async def run(self) -> int:
         folder = Shared(self._config.spec.job)
         stand_in: Any = lambda _job: folder  # noqa: E731
-        local.SocketFolder = stand_in  # type: ignore[attr-defined]
+        vars(nodes)["SocketFolder"] = stand_in
         try:
             return await self._run()
         finally:

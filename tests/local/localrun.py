@@ -67,9 +67,10 @@ class Job:
         state_dir: Path | None = None,
         cwd: Path | None = None,
         launcher: Sequence[str] = LAUNCHER,
+        way: Sequence[object] = ("--local",),
     ) -> None:
         self.state_dir = state_dir or home / "state"
-        command = [sys.executable, *launcher, "--local"]
+        command = [sys.executable, *launcher, *map(str, way)]
         command += ["--state-dir", str(self.state_dir), *map(str, options), *map(str, script)]
         self._begin(home, command, env or {}, cwd)
 

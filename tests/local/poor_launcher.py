@@ -12,15 +12,15 @@ from ckptless.daemon.agent.free_memory import FreeMemory
 from ckptless.daemon.agent.main import main as agent
 from ckptless.daemon.agent.versions.room import Room
 from ckptless.daemon.agent.versions.store import VersionStore
-from ckptless.daemon.launch import local, main
+from ckptless.daemon.launch import main, nodes
 
-_start_agent = local.LocalRun._start_agent
+_start_agent = nodes.Nodes._start_agent
 
 
-async def start_agent(self: local.LocalRun, node: local.LocalNode, program: Any) -> Any:
+async def start_agent(self: nodes.Nodes, node: nodes.Node, program: Any) -> Any:
     """As ever, but of this program."""
-    assert tuple(program[:2]) == ("-m", local.AGENT)
-    return await _start_agent(self, node, (str(Path(__file__)), NBYTES, "agent", local.AGENT, *program[2:]))
+    assert tuple(program[:2]) == ("-m", nodes.AGENT)
+    return await _start_agent(self, node, (str(Path(__file__)), NBYTES, "agent", nodes.AGENT, *program[2:]))
 
 
 class PoorRoom(Room):
@@ -38,5 +38,5 @@ if __name__ == "__main__":
         vars(service)["Room"] = PoorRoom
         agent()
     else:
-        local.LocalRun._start_agent = start_agent  # type: ignore[method-assign]
+        nodes.Nodes._start_agent = start_agent  # type: ignore[method-assign]
         main.main()

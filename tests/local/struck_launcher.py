@@ -4,19 +4,19 @@ import sys
 from pathlib import Path
 from typing import Any
 
-from ckptless.daemon.launch import local, main
+from ckptless.daemon.launch import main, nodes
 
-_start_agent = local.LocalRun._start_agent
+_start_agent = nodes.Nodes._start_agent
 
 
-async def start_agent(self: local.LocalRun, node: local.LocalNode, program: Any) -> Any:
+async def start_agent(self: nodes.Nodes, node: nodes.Node, program: Any) -> Any:
     """As ever, but of another program."""
-    assert tuple(program[:2]) == ("-m", local.AGENT)
-    words = (str(Path(__file__).with_name("struck_agent.py")), PLAN, local.AGENT, *program[2:])
+    assert tuple(program[:2]) == ("-m", nodes.AGENT)
+    words = (str(Path(__file__).with_name("struck_agent.py")), PLAN, nodes.AGENT, *program[2:])
     return await _start_agent(self, node, words)
 
 
 if __name__ == "__main__":
     PLAN = sys.argv.pop(1)
-    local.LocalRun._start_agent = start_agent  # type: ignore[method-assign]
+    nodes.Nodes._start_agent = start_agent  # type: ignore[method-assign]
     main.main()

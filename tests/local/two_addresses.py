@@ -14,18 +14,18 @@ from ckptless.daemon.agent.versions.deltas import Span
 from ckptless.daemon.agent.versions.fetching import TensorsFetch
 from ckptless.daemon.agent.versions.store import Incoming
 from ckptless.daemon.agent.versions.ways import Way
-from ckptless.daemon.launch import local, main
+from ckptless.daemon.launch import local, main, nodes
 from ckptless.daemon.settings.agent_config import AgentConfig, agent_config
 
 logger = logging.getLogger(__name__)
 
-_start_agent, _fill = local.LocalRun._start_agent, TensorsFetch.fill
+_start_agent, _fill = nodes.Nodes._start_agent, TensorsFetch.fill
 
 
-async def start_agent(self: local.LocalRun, node: local.LocalNode, program: Any) -> Any:
+async def start_agent(self: nodes.Nodes, node: nodes.Node, program: Any) -> Any:
     """As ever, but of this program."""
-    assert tuple(program[:2]) == ("-m", local.AGENT)
-    return await _start_agent(self, node, (str(Path(__file__)), "agent", local.AGENT, *program[2:]))
+    assert tuple(program[:2]) == ("-m", nodes.AGENT)
+    return await _start_agent(self, node, (str(Path(__file__)), "agent", nodes.AGENT, *program[2:]))
 
 
 def with_two(shared: Any, **own: Any) -> AgentConfig:
@@ -47,6 +47,6 @@ if __name__ == "__main__":
         setattr(TensorsFetch, "fill", fill)  # noqa: B010 - as a method
         agent()
     else:
-        local.LocalRun._start_agent = start_agent  # type: ignore[method-assign]
+        nodes.Nodes._start_agent = start_agent  # type: ignore[method-assign]
         vars(local)["agent_config"] = with_two
         main.main()

@@ -10,8 +10,8 @@ from pathlib import Path
 
 import pytest
 
-from ckptless.daemon.launch import local as module
-from ckptless.daemon.launch.local import last_lines, wait_ready
+from ckptless.daemon.launch import nodes as module
+from ckptless.daemon.launch.nodes import last_lines, wait_ready
 from ckptless.daemon.protocol.errors import StartError
 
 LISTEN = "import socket; s = socket.socket(socket.AF_UNIX); s.bind('\\0' + {0!r}); s.listen(); "

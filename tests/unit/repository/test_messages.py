@@ -6,7 +6,7 @@ import importlib
 import pkgutil
 from pathlib import Path
 
-from ckptless.daemon import protocol
+from ckptless.daemon import launch, protocol
 
 from . import writer_of
 
@@ -19,10 +19,11 @@ def test_the_page_is_that_of_the_code() -> None:
 
 def test_every_module_with_messages_is_on_it() -> None:
     messages = writer_of("messages")
-    shown = {f"{protocol.__name__}.{name}" for names in messages.EDGES.values() for name in names}
+    shown = {messages.module_of(name).__name__ for names in messages.EDGES.values() for name in names}
     found = {
         one.name
-        for one in pkgutil.walk_packages(protocol.__path__, f"{protocol.__name__}.")
+        for room in (protocol, launch)
+        for one in pkgutil.walk_packages(room.__path__, f"{room.__name__}.")
         if messages.structs(importlib.import_module(one.name))
     }
     assert found == shown
