@@ -118,26 +118,27 @@ def limits(times: int) -> list[dict[str, Any]]:
         pair(net, nbytes, limited) as slow,
         pair(net, nbytes) as other,
     ):
-        giver, getter = other.nodes
-        for _, (name, copies) in itertools.product(
-            range(times), (("alone", None), ("copies", free), ("limited", slow))
-        ):
-            if copies is not None:
-                copies.begin()
-            getter.tell("flow", giver.plain[0], FLOW_S)
-            given = 0
-            while copies is not None and not getter.has_answered:
-                copies.took_s()
-                given += 1
-                copies.begin()
-            rate = getter.hear()
-            if copies is not None:
-                copies.took_s()
-            cpu = sum(cpu_s(node.pid) for node in other.nodes)
-            found.append(
-                {"kind": "limit", "beside": name, "flow": rate, "given": given, "cpu_s": cpu, "load": load()}
-            )
+        ways = (("alone", None), ("copies", free), ("limited", slow))
+        for _, (name, copies) in itertools.product(range(times), ways):
+            found.append({"kind": "limit", "beside": name, **flow(other, copies), "load": load()})
     return found
+
+
+def flow(other: Pair, copies: Pair | None) -> dict[str, float]:
+    """Bytes per second of one that goes on for some seconds, beside copies one after the other."""
+    giver, getter = other.nodes
+    before = sum(cpu_s(node.pid) for node in other.nodes)
+    if copies is not None:
+        copies.begin()
+    getter.tell("flow", giver.plain[0], FLOW_S)
+    while copies is not None and not getter.has_answered:
+        copies.took_s()
+        copies.begin()
+    rate = getter.hear()
+    used = sum(cpu_s(node.pid) for node in other.nodes) - before
+    if copies is not None:
+        copies.took_s()
+    return {"flow": rate, "cpu_s": used}
 
 
 # ------------------------------------------------------------------------------------- the tables
@@ -189,22 +190,29 @@ def told(runs: Sequence[Run]) -> str:
     parts.append(table(("holders", "shard", "times as fast as one", *TRANSFERS), rows))
     flows = grouped([run for run in runs if run["kind"] == "limit"], "beside")
     alone = [one["flow"] for one in flows.get(("alone",), [])]
+    names = {"alone": "nothing", "copies": "copies", "limited": f"copies, at most {LIMITED:.0%} of the line"}
     rows = [
         (
-            {"alone": "nothing", "copies": "copies", "limited": f"copies, at most {LIMITED:.0%} of the line"}[
-                beside
-            ],
+            names[beside],
             len(ones),
             f"{statistics.median(one['flow'] for one in ones) / 1e6:.0f}",
             f"{quantile([one['flow'] for one in ones], 0.01) / 1e6:.0f}",
             ratios([one["flow"] for one in ones], alone),
+            f"{statistics.median(one['cpu_s'] / one['flow'] / FLOW_S * 1e9 for one in ones):.2f}",
             f"{statistics.median(one['load'] for one in ones):.0f}",
         )
         for (beside,), ones in flows.items()
     ]
-    parts.append(
-        table(("beside it", "n", "the flow, MB/s", "the least", "of what it has alone", "load"), rows)
+    heads = (
+        "beside it",
+        "n",
+        "the flow, MB/s",
+        "the least",
+        "of what it has alone",
+        "CPU s a GB of it",
+        "load",
     )
+    parts.append(table(heads, rows))
     return "\n\n".join(parts)
 
 
