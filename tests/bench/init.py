@@ -24,6 +24,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from .figures import Run, cpu_s, finish, grouped, load, quantile, ratios, table
+from .init_ranks import names_from_files
 from .store import PER_NODE, Child, Clients, Stores
 from .store_requests import PREFIX
 
@@ -212,6 +213,8 @@ def main() -> None:
     parser.add_argument("--real", type=int, nargs="*", default=[16, 64], help="ranks that are processes")
     parser.add_argument("--json", type=Path, help="write all that was measured to this file")
     args = parser.parse_args()
+    # torch's store looks up the name of every client.
+    sys.stderr.write(f"{names_from_files('tests.bench.init')}\n")
     runs = exchanges(args.ranks, args.turns, dict(zip(SYSTEMS, args.default_up_to, strict=True)))
     for ranks in args.real:
         runs += real(ranks, args.turns)

@@ -249,8 +249,8 @@ def collect(reader: int, world: int, log: Path) -> float:
 # --------------------------------------------------------------------------------------- the names
 
 
-def names_from_files() -> str:
-    """Go on as a process that asks no name server, where that can be; what there is to say of names."""
+def names_from_files(module: str) -> str:
+    """Go on as a process of `module` that asks no name server, where that can be; where names are from."""
     if os.environ.get(NAMES) == "files":
         return "names from files"
     if os.geteuid() != 0 or shutil.which("unshare") is None:
@@ -260,7 +260,8 @@ def names_from_files() -> str:
     script = 'mount --bind "$0" /etc/nsswitch.conf && rm "$0" && exec "$@"'
     with tempfile.NamedTemporaryFile("w", prefix="nsswitch-", delete=False) as file:
         file.write("passwd: files\ngroup: files\nhosts: files\n")
-    command = ["unshare", "--mount", "sh", "-c", script, file.name, sys.executable, *sys.argv]
+    command = ["unshare", "--mount", "sh", "-c", script, file.name, sys.executable, "-m", module]
+    command += sys.argv[1:]
     return os.execvp(command[0], command)
 
 
@@ -295,7 +296,7 @@ def main() -> None:
     if options.serve_agent is not None:
         asyncio.run(serve_agent(options.serve_agent, options.ranks))
         return
-    print(names_from_files(), file=sys.stderr)
+    print(names_from_files("tests.bench.init_ranks"), file=sys.stderr)
     os.environ.update(GLOO_SOCKET_IFNAME="lo", OMP_NUM_THREADS="1")
     import torch
     import torch.distributed  # loaded once, for all ranks
