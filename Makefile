@@ -7,7 +7,7 @@ BIN    := $(VENV)/bin
 STAMP  := $(VENV)/.ready
 
 .PHONY: setup demo test test-slow test-gpu test-torch-matrix coverage soak simulate simulate-night test-slurm-matrix
-.PHONY: fuzz mutants scale bench bench-slurm bench-store lint types imports check format clean
+.PHONY: fuzz mutants scale bench bench-slurm lint types imports check format clean
 .PHONY: slurm-demo slurm-shell slurm-packages native native-check
 .PHONY: install uninstall install-job-submit uninstall-job-submit
 setup: $(STAMP)
@@ -102,23 +102,37 @@ scale: $(STAMP)
 	$(BIN)/python -m tests.sim.scale_parts $(SIZES) --json docs/scale_parts.json
 	$(BIN)/python -m tests.sim.scale_memory $(SIZES) --json docs/scale_memory.json
 
-# All of docs/performance.md, ours beside the peers in environments of their own (built at first): fifty minutes.
-# With LONG=1 every peer in every case, and five minutes of each fire: more than two hours.
+# All of docs/performance.md, ours beside the peers in environments of their own (built at first): an hour. Or one part:
+# `make bench-data`. With LONG=1 every peer in every case, five minutes of each fire, all sizes: more than three hours.
 BENCH := docs/bench
+PARTS := crash dark fire peace init data replication
 ifdef LONG
-CRASH := --kills 3 --own-kills 20
-FIRE := --for 300
-DARK := --ways ckptless requeue requeue-tuned
+crash := --kills 3 --own-kills 20
+fire := --for 300
+dark := --ways ckptless requeue requeue-tuned
+init := --turns 5 --default-up-to 1024 256 --real 16 64 128
+data := --turns 5 --jobs 4 --kinds list quick slow
+replication := --times 7 --large 4096 --restored 2048
 else
-CRASH := --short
-FIRE := --for 90
-PEACE := --turns 2 --times 1 32 --for 10
+crash := --short
+fire := --for 90
+peace := --turns 2 --times 1 32 --for 10
+init := --ranks 16 256 1024
+data := --turns 2 --jobs 1
+replication := --interfaces 1 4 --times 3
 endif
-bench: $(STAMP) slurm-packages
-	$(BIN)/python -m tests.bench.crash $(CRASH) --json $(BENCH)/crash.json
-	$(BIN)/python -m tests.bench.dark $(DARK) --json $(BENCH)/dark.json
-	$(BIN)/python -m tests.bench.fire $(FIRE) --json $(BENCH)/fire.json
-	$(BIN)/python -m tests.bench.peace $(PEACE) --json $(BENCH)/peace.json
+bench: $(STAMP)
+	set -e; for part in $(PARTS) scale; do $(MAKE) bench-$$part; done
+
+.PHONY: $(PARTS:%=bench-%) bench-scale
+bench-dark: slurm-packages
+$(PARTS:%=bench-%): bench-%: $(STAMP)
+	$(BIN)/python -m tests.bench.$* $($*) --json $(BENCH)/$*.json
+	$(BIN)/python -m tests.bench.report
+
+# Of what `make scale` has written.
+bench-scale: $(STAMP)
+	$(BIN)/python -m tests.bench.scale
 	$(BIN)/python -m tests.bench.report
 
 # Recoveries of one job: whether all losses are equal, and in how many seconds.
@@ -126,11 +140,6 @@ bench: $(STAMP) slurm-packages
 bench-faults: $(STAMP)
 	$(BIN)/python tests/local/bench.py equal
 	$(BIN)/python tests/local/bench.py stall
-
-# The exchange of addresses between so many simulated ranks, beside torch's TCPStore; and when a node is replaced.
-bench-store: $(STAMP)
-	$(BIN)/python -m tests.torch.bench_store $(ARGS)
-	$(BIN)/python -m tests.torch.bench_replace
 
 # What a change of the number of ranks costs, beside torchrun's elastic nodes with DCP, in turns. Ten minutes.
 .PHONY: bench-elastic

@@ -1,4 +1,4 @@
-"""Writes the tables and the picture of docs/performance.md from what benches have measured."""
+"""Writes the tables and the pictures of docs/performance.md from what benches have measured."""
 
 from __future__ import annotations
 
@@ -7,15 +7,18 @@ import re
 import statistics
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from pathlib import Path
-from typing import Any, TypeAlias
+from typing import TYPE_CHECKING
 
+from . import data, init, replication, scale
+from .figures import Run, quantile, table
 from .systems import SYSTEMS
+
+if TYPE_CHECKING:
+    from matplotlib.axes import Axes
 
 DOCS = Path(__file__).parents[2] / "docs"
 PAGE, PICTURE, MEASURED = DOCS / "performance.md", DOCS / "performance.png", DOCS / "bench"
 OURS = "ckptless"
-
-Run: TypeAlias = Mapping[str, Any]
 
 
 def measured(part: str) -> list[Run]:
@@ -25,20 +28,9 @@ def measured(part: str) -> list[Run]:
     return runs
 
 
-def table(columns: Sequence[str], rows: Iterable[Sequence[object]]) -> str:
-    """Return a table of Markdown."""
-    lines = ["| " + " | ".join(columns) + " |", "| " + " | ".join("---" for _ in columns) + " |"]
-    return "\n".join([*lines, *("| " + " | ".join(map(str, row)) + " |" for row in rows)])
-
-
 def name_of(system: str) -> str:
     """As people know it."""
     return SYSTEMS[system].name
-
-
-def quantile(values: Sequence[float], part: float) -> float:
-    """The value that such a part of them does not pass, by rank."""
-    return sorted(values)[min(len(values) - 1, round(part * (len(values) - 1)))]
 
 
 def by_case(runs: Iterable[Run]) -> dict[tuple[str, str, int], dict[str, list[Run]]]:
@@ -175,7 +167,16 @@ def dark() -> str:
     return table(("", "nodes", "median s", "most s", "as long as ours", "load"), rows)
 
 
-PARTS: Mapping[str, Callable[[], str]] = {"crash": crash, "dark": dark, "fire": fire, "peace": peace}
+PARTS: Mapping[str, Callable[[], str]] = {
+    "crash": crash,
+    "dark": dark,
+    "fire": fire,
+    "peace": peace,
+    "init": lambda: init.told(measured("init")),
+    "data": lambda: data.told(measured("data")),
+    "scale": scale.told,
+    "replication": lambda: replication.told(measured("replication")),
+}
 
 
 def page(text: str) -> str:
@@ -189,6 +190,14 @@ def page(text: str) -> str:
         )
         assert count == 1, part
     return text
+
+
+# Parts with a picture of their own.
+DRAWN: Mapping[str, Callable[[Axes, Sequence[Run]], None]] = {
+    "init": init.draw,
+    "data": data.draw,
+    "replication": replication.draw,
+}
 
 
 def draw() -> None:
@@ -218,6 +227,10 @@ def draw() -> None:
     right.set_xlim(0, 100)
     right.set_xlabel("% of the steps without faults, a kill each ...")
     figure.savefig(PICTURE, dpi=110)
+    for part, drawn in DRAWN.items():
+        figure = Figure(figsize=(7, 4), layout="constrained")
+        drawn(figure.subplots(), measured(part))
+        figure.savefig(PICTURE.with_name(f"performance-{part}.png"), dpi=110)
 
 
 if __name__ == "__main__":

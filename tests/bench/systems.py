@@ -33,12 +33,31 @@ PACKAGES: Mapping[str, Sequence[str]] = {
     "torchft": ("torchft==0.2.0",),
     "torchft-nightly": ("torchft-nightly==2026.10.26",),
     "lmr": ("lm-resiliency==0.2.0",),
+    "streaming": ("mosaicml-streaming==0.13.0",),
+    "torchdata": ("torchdata==0.11.0",),
 }
 OPENTELEMETRY = (
     "opentelemetry-exporter-otlp-proto-http>=1.39",
     "opentelemetry-sdk>=1.39",
     "opentelemetry-api>=1.39",
 )
+# With their own dependencies; of streaming what it imports, and not what it reads clouds with.
+BESIDE: Mapping[str, Sequence[str]] = {
+    "torchft": OPENTELEMETRY,
+    "torchft-nightly": OPENTELEMETRY,
+    "streaming": (
+        "numpy<2.2",
+        "xxhash<4",
+        "transformers<5",
+        "brotli",
+        "python-snappy",
+        "zstd",
+        "catalogue",
+        "matplotlib",
+        "tqdm",
+    ),
+    "torchdata": ("requests", "urllib3"),
+}
 # In the environment of everything that a run starts, whatever becomes of its parents.
 MARK = "CKPTLESS_BENCH_RUN"
 END_DEADLINE_S = 20.0
@@ -156,8 +175,8 @@ def python_of(peer: str) -> str:
         pip = [str(folder / "bin/python"), "-m", "pip", "install", "--quiet"]
         subprocess.run([*pip, TORCH, "numpy"], check=True)
         subprocess.run([*pip, "--no-deps", *PACKAGES[peer]], check=True)
-        if peer.startswith("torchft"):
-            subprocess.run([*pip, *OPENTELEMETRY], check=True)
+        if peer in BESIDE:
+            subprocess.run([*pip, *BESIDE[peer]], check=True)
         (folder / ".ready").touch()
     return str(folder / "bin/python")
 

@@ -11,7 +11,7 @@ from collections.abc import Iterator
 
 import pytest
 
-from tests.local.bench_interfaces import Nets, nets
+from tests.bench.nets import Nets, made
 
 CUT_S = 3
 DEADLINE_S = 30.0
@@ -29,7 +29,7 @@ except CkptlessError as error:
 @pytest.fixture
 def net() -> Iterator[Nets]:
     try:
-        with nets(1, 100) as found:
+        with made(Nets(1, 100)) as found:
             if shutil.which("nft") is None:
                 raise FileNotFoundError("nft")
             for name in found.names:

@@ -9,7 +9,8 @@ from collections.abc import Iterator
 
 import pytest
 
-from tests.local.bench_interfaces import MIB, Nets, Pair, nets
+from tests.bench.nets import Nets, made
+from tests.bench.vaults import MIB, Pair
 
 RATE_MBIT, NBYTES = 200, 64 * MIB
 DEADLINE_S = 30.0
@@ -18,7 +19,7 @@ DEADLINE_S = 30.0
 @pytest.fixture
 def net() -> Iterator[Nets]:
     try:
-        with nets(2, RATE_MBIT) as found:
+        with made(Nets(2, RATE_MBIT)) as found:
             yield found
     except (OSError, subprocess.CalledProcessError) as error:
         if os.environ.get("CKPTLESS_REQUIRE_SLURM") == "1":

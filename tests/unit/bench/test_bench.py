@@ -6,7 +6,7 @@ from typing import Any
 
 import pytest
 
-from tests.bench import report
+from tests.bench import figures, report
 from tests.bench.crash import Line, Outcome, compared, completions, kill
 
 STEP_S = 0.1
@@ -66,9 +66,9 @@ def test_losses_are_compared_where_both_have_them() -> None:
 
 def test_a_quantile_is_one_of_the_values() -> None:
     values = [random.Random(1).random() for _ in range(101)]
-    assert report.quantile(values, 0.5) == sorted(values)[50]
-    assert report.quantile(values, 0.99) == sorted(values)[99]
-    assert report.quantile([3.0], 0.99) == 3.0
+    assert figures.quantile(values, 0.5) == sorted(values)[50]
+    assert figures.quantile(values, 0.99) == sorted(values)[99]
+    assert figures.quantile([3.0], 0.99) == 3.0
 
 
 def test_the_page_shows_what_was_measured() -> None:

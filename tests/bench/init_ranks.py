@@ -1,6 +1,6 @@
 """How long `init_process_group("gloo")` and a first all_reduce take, from a cold start in any order.
 
-    python -m tests.torch.bench_init --ranks 32 --rounds 5
+    python -m tests.bench.init_ranks --ranks 32 --rounds 5    prints JSON, a line for each round and way
 
 Side by side: torch's default (rank 0 has the TCPStore), a TCPStore that runs before any rank does, and the
 agents' stores with the environment that agents give to ranks. In every round all of them have the same random
@@ -24,7 +24,6 @@ import select
 import shutil
 import signal
 import socket
-import statistics
 import subprocess
 import sys
 import tempfile
@@ -108,7 +107,7 @@ class Server:
     """A process of this file that serves; in `with`."""
 
     def __init__(self, *words: object) -> None:
-        command = [sys.executable, "-m", "tests.torch.bench_init", *map(str, words)]
+        command = [sys.executable, "-m", "tests.bench.init_ranks", *map(str, words)]
         self._process = subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, cwd=ROOT)
 
     def hear(self) -> Any:
@@ -197,9 +196,13 @@ def rank_process(rank: int, world: int, delay_s: float, at: float, out: int) -> 
     signal.pause()
 
 
-def one_round(way: Way, world: int, delays_s: Sequence[float], out: Path) -> float:
-    """Seconds from the last start to the last end. Raises TimeoutError, with what the ranks have said."""
+def one_round(way: Way, world: int, delays_s: Sequence[float], out: Path) -> tuple[float, float]:
+    """Seconds from the last start to the last end, and CPU seconds of all ranks.
+
+    Raises TimeoutError, with what the ranks have said.
+    """
     reader, writer = os.pipe()
+    spent = 0.0
     with way.servers(world) as ports, out.open("w") as log:
         at = time.monotonic() + 0.01 * world
         pids: list[int] = []
@@ -218,13 +221,15 @@ def one_round(way: Way, world: int, delays_s: Sequence[float], out: Path) -> flo
                     os._exit(1)
                 pids.append(pid)
             os.close(writer)
-            return collect(reader, world, out)
+            took_s = collect(reader, world, out)
         finally:
             for pid in pids:
                 os.kill(pid, signal.SIGKILL)
             for pid in pids:
-                os.waitpid(pid, 0)
+                _, _, used = os.wait4(pid, 0)
+                spent += used.ru_utime + used.ru_stime
             os.close(reader)
+    return took_s, spent
 
 
 def collect(reader: int, world: int, log: Path) -> float:
@@ -244,8 +249,8 @@ def collect(reader: int, world: int, log: Path) -> float:
 # --------------------------------------------------------------------------------------- the names
 
 
-def names_from_files() -> str:
-    """Go on as a process that asks no name server, where that can be; what there is to say of names."""
+def names_from_files(module: str) -> str:
+    """Go on as a process of `module` that asks no name server, where that can be; where names are from."""
     if os.environ.get(NAMES) == "files":
         return "names from files"
     if os.geteuid() != 0 or shutil.which("unshare") is None:
@@ -255,28 +260,25 @@ def names_from_files() -> str:
     script = 'mount --bind "$0" /etc/nsswitch.conf && rm "$0" && exec "$@"'
     with tempfile.NamedTemporaryFile("w", prefix="nsswitch-", delete=False) as file:
         file.write("passwd: files\ngroup: files\nhosts: files\n")
-    command = ["unshare", "--mount", "sh", "-c", script, file.name, sys.executable, *sys.argv]
+    command = ["unshare", "--mount", "sh", "-c", script, file.name, sys.executable, "-m", module]
+    command += sys.argv[1:]
     return os.execvp(command[0], command)
 
 
 # --------------------------------------------------------------------------------------- the whole
 
 
-def measure(world: int, rounds: int, spread_s: float, seed: int) -> dict[str, list[float]]:
-    """Seconds of each round, by way; the ways take turns, so that a noisy minute is everybody's."""
+def measure(world: int, rounds: int, spread_s: float, seed: int) -> None:
+    """Print each round; the ways take turns, so that a noisy minute is everybody's."""
     chance = random.Random(seed)
-    found: dict[str, list[float]] = {way.name: [] for way in WAYS}
     log = Path(f"/tmp/bench-init-{os.getpid()}.log")
-    for number in range(rounds):
+    for turn in range(rounds):
         delays_s = [chance.uniform(0, spread_s) for _ in range(world)]
         for way in WAYS:
-            found[way.name].append(one_round(way, world, delays_s, log))
-            # On a busy machine this takes long: what is known so far is worth having.
-            load = os.getloadavg()[0]
-            text = f"round {number}, {way.name}: {found[way.name][-1] * 1e3:.0f} ms, load {load:.0f}"
-            print(text, file=sys.stderr, flush=True)
+            took_s, spent_s = one_round(way, world, delays_s, log)
+            run = {"kind": "ranks", "way": way.name, "ranks": world, "turn": turn, "load": os.getloadavg()[0]}
+            print(json.dumps({**run, "s": took_s, "cpu_s": spent_s}), flush=True)
     log.unlink()
-    return found
 
 
 def main() -> None:
@@ -294,19 +296,13 @@ def main() -> None:
     if options.serve_agent is not None:
         asyncio.run(serve_agent(options.serve_agent, options.ranks))
         return
-    names = names_from_files()
+    print(names_from_files("tests.bench.init_ranks"), file=sys.stderr)
     os.environ.update(GLOO_SOCKET_IFNAME="lo", OMP_NUM_THREADS="1")
     import torch
     import torch.distributed  # loaded once, for all ranks
 
     torch.set_num_threads(1)
-    found = measure(options.ranks, options.rounds, options.spread, options.seed)
-    base, running = (statistics.median(found[way.name]) for way in WAYS[:2])
-    print(f"{options.ranks} ranks, {options.rounds} rounds, load average {os.getloadavg()[0]:.1f}; {names}")
-    for name, seconds in found.items():
-        median = statistics.median(seconds)
-        ms = " ".join(f"{one * 1e3:.0f}" for one in sorted(seconds))
-        print(f"{name:32} {median * 1e3:7.0f} ms  x{median / base:.2f}  x{median / running:.2f}   ({ms})")
+    measure(options.ranks, options.rounds, options.spread, options.seed)
 
 
 if __name__ == "__main__":

@@ -1,15 +1,13 @@
-"""How long the ranks' exchange of addresses takes, and what the busiest endpoint is asked; run by hand.
+"""Stores of many nodes, torch's TCPStore, and simulated ranks that ask them, in a few processes.
 
-Each of N simulated ranks, 8 to a node, does what Gloo does for a full mesh: it sets its key, then waits for
-and gets all N. As torch's client sends it by default, that is a WAIT and a GET for each key; with
+Each of N ranks, 8 to a node, does what Gloo does for a full mesh: it sets its key, then waits for and gets
+all N. As torch's client sends it by default, that is a WAIT and a GET for each key; with
 GLOO_ENABLE_STORE_V2_API=1 a WAIT and a MULTI_GET for each 128 keys. `lazy` is what TORCH_GLOO_LAZY_INIT=1
-leaves of it for a ring: two peers' keys. All sockets are real. The stores of all nodes run in two processes
-of this machine, and so do the clients (an epoll loop each, in place of N processes): so the time is about
-the sum of what N / 8 nodes would do beside each other. torch's TCPStore is one process, asked by the same
-clients in the same run.
+leaves of it for a ring: two peers' keys. All sockets are real. The stores of all nodes run in two processes,
+and so do the clients (an epoll loop each, in place of N processes): so a time is about the sum of what N / 8
+nodes would do beside each other. torch's TCPStore is one process, asked by the same clients.
 """
 
-import argparse
 import asyncio
 import itertools
 import json
@@ -191,7 +189,7 @@ class Child:
 
     def __init__(self, role: str, *args: str) -> None:
         self.process = subprocess.Popen(
-            [sys.executable, "-m", "tests.torch.bench_store", "--role", role, *args],
+            [sys.executable, "-m", "tests.bench.store", role, *args],
             cwd=ROOT,
             stdin=subprocess.PIPE,
             stdout=subprocess.PIPE,
@@ -301,64 +299,6 @@ class Stores:
             child.close()
 
 
-def ours(ranks: int, pattern: str, value: int, rounds: int) -> None:
-    nodes = max(1, ranks // PER_NODE)
-    stores = Stores(nodes, ranks // nodes)
-    try:
-        for generation in range(rounds):
-            stores.follow()
-            before, cpu_before = stores.counts()
-            exchanging = Clients(stores.ports, value)
-            took = exchanging.exchange(pattern)
-            exchanging.close()
-            after, cpu = stores.counts()
-            since = {name: [after[n][name] - before[n][name] for n in after] for name in before[0]}
-            print(
-                f"{ranks:5} ranks  {pattern:8}  ours, generation {generation + 1}  {took:7.3f} s   "
-                f"busiest: {max(since['local'])} of its ranks, {max(since['asked'])} of others, "
-                f"{max(since['messages'])} messages sent; {sum(since['handshakes'])} handshakes, "
-                f"CPU of all stores {cpu - cpu_before:.2f} s",
-                flush=True,
-            )
-    finally:
-        stores.close()
-
-
-def theirs(ranks: int, pattern: str, value: int, rounds: int) -> None:
-    store = Child("torchs")
-    port = int(store.hear())
-    exchanging = Clients([port] * ranks, value)
-    for round_ in range(rounds):
-        took = exchanging.exchange(pattern, f"{PREFIX}{round_}")
-        requests = ranks * (len(steps(0, ranks, pattern, value, PREFIX)) + 1)
-        print(
-            f"{ranks:5} ranks  {pattern:8}  TCPStore            {took:7.3f} s   {requests} requests",
-            flush=True,
-        )
-    exchanging.close()
-    store.close()
-
-
-def main() -> None:
-    roles = {"clients": clients, "servers": lambda argv: asyncio.run(servers(argv)), "torchs": torchs}
-    if sys.argv[1:2] == ["--role"]:
-        roles[sys.argv[2]](sys.argv[3:])
-        return
-    parser = argparse.ArgumentParser(description=__doc__)
-    parser.add_argument("--ranks", type=int, nargs="+", default=[64, 256, 1024])
-    parser.add_argument("--patterns", nargs="+", default=["default", "v2", "lazy"])
-    parser.add_argument("--value", type=int, default=170, help="bytes of a value")
-    parser.add_argument("--rounds", type=int, default=2)
-    parser.add_argument(
-        "--theirs-up-to", type=int, default=256, help="ranks, for TCPStore by the default pattern"
-    )
-    args = parser.parse_args()
-    for ranks in args.ranks:
-        for pattern in args.patterns:
-            if pattern != "default" or ranks <= args.theirs_up_to:
-                theirs(ranks, pattern, args.value, args.rounds)
-            ours(ranks, pattern, args.value, args.rounds)
-
-
 if __name__ == "__main__":
-    main()
+    roles = {"clients": clients, "servers": lambda argv: asyncio.run(servers(argv)), "torchs": torchs}
+    roles[sys.argv[1]](sys.argv[2:])

@@ -1,0 +1,66 @@
+"""Parts of `make bench` with real sockets, processes and memory, small: they measure the right things."""
+
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import numpy as np
+import pytest
+
+from tests.bench import replication
+from tests.bench.scripts import batches
+from tests.bench.vaults import MIB
+
+DEADLINE_S = 120.0
+RANKS = 4
+
+
+def test_a_node_gets_a_version_from_several_holders_at_their_rates() -> None:
+    try:
+        one, two = replication.restores(2, 64, 1)
+    except (OSError, subprocess.CalledProcessError) as error:
+        if os.environ.get("CKPTLESS_REQUIRE_SLURM") == "1":
+            raise
+        pytest.skip(f"no network namespaces with limited interfaces here: {error}")
+    assert (one["k"], two["k"]) == (1, 2)
+    for run in (one, two):
+        # But for what a limited interface may send at once.
+        least_s = 60 * MIB * 8 / (run["k"] * replication.HOLDER_MBIT * 1e6)
+        assert run["s"] > least_s
+        assert run["plain_s"] > least_s
+        assert run["cpu_s"] > 0
+
+
+@pytest.fixture
+def rows(tmp_path: Path) -> Path:
+    """A file as `batches.py write` makes it."""
+    with (tmp_path / "rows.bin").open("wb") as file:
+        for number in range(batches.ROWS):
+            file.write(np.full(batches.ROW_NBYTES // 8, number).tobytes())
+    return tmp_path
+
+
+def told(kind: str, rows: Path, *, shared: bool) -> dict[str, float]:
+    """What the script says of a few batches; it checks that they are the right ones."""
+    command = [sys.executable, batches.__file__, kind, str(rows), str(RANKS), "10", str(int(shared))]
+    done = subprocess.run(command, check=True, stdout=subprocess.PIPE, timeout=DEADLINE_S)
+    found: dict[str, float] = json.loads(done.stdout)
+    return found
+
+
+@pytest.mark.parametrize("shared", [True, False])
+def test_a_node_has_what_all_its_ranks_want_once(rows: Path, shared: bool) -> None:
+    ours = told("ckptless", rows, shared=shared)
+    ahead = (batches.PREFETCH + 4) * batches.ROW_NBYTES
+    assert ours["batches_nbytes"] >= batches.PREFETCH * batches.ROW_NBYTES
+    assert ours["batches_nbytes"] <= ahead * (1 if shared else RANKS)
+    assert ours["batches_per_s"] > 0
+
+
+def test_every_dataloader_has_batches_of_its_own(rows: Path) -> None:
+    theirs = told("DataLoader", rows, shared=True)
+    assert theirs["batches_nbytes"] >= RANKS * batches.PREFETCH * batches.ROW_NBYTES
