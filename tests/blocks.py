@@ -48,6 +48,8 @@ ADMIN = ON_SLURM + "test_a_job_that_its_administrators_take_nodes_from"
 BATCH = ON_SLURM + "test_batch_scripts"
 SETTINGS = ON_SLURM + "test_settings_of_a_site"
 SLURM_JOB = ON_SLURM + "test_the_first_job_on_slurm"
+HOSTS = "tests/local/test_hosts.py::test_a_process_and_a_host_are_lost"
+MEETING = "tests/local/test_meeting.py::test_a_node_is_lost_and_comes_back_in_vain"
 DEMO = "tests/slurm/test_demos.py::test_a_demo"
 PYTHON = By("tests/local/test_pages.py::test_it_runs")
 EXTRAS = By("tests/unit/repository/test_code_blocks.py::test_what_pages_install_is_installed_by_setup")
@@ -122,6 +124,12 @@ TABLE: dict[str, tuple[tuple[str, How], ...]] = {
         ("# policy.yaml", By(POLICY)),
     ),
     "docs/goodput.md": (("ckptctl goodput", Typed(ADMIN)), ("class ", Typed(ADMIN))),
+    "docs/hosts.md": (
+        ("# hostfile", By(HOSTS, "its names and addresses")),
+        ("$ ckptless-run --hosts", By(HOSTS)),
+        ("$ export CKPTLESS_JOB_KEY_FILE", By(MEETING)),
+        ("restartPolicy:", By(MEETING, "Kubernetes: its variables are set by the test")),
+    ),
     "docs/lightning.md": (
         ("pip install", EXTRAS),
         ("import lightning", PARTS),
