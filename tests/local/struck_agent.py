@@ -213,7 +213,7 @@ def remade(original: Any, key: Any) -> None:
     original(key)
 
 
-@wrap(TensorsFetch, "_finish")
+@wrap(TensorsFetch, "_check_complete")
 def finish(original: Any) -> Any:
     """All chunks have come, or nobody gives them."""
     reached(Point.FETCH_VERIFIED)

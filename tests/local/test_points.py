@@ -6,6 +6,8 @@ Real agents, killed from within (struck_agent.py), with their daemons and ranks.
 from __future__ import annotations
 
 import json
+import subprocess
+import sys
 from pathlib import Path
 
 import pytest
@@ -47,6 +49,14 @@ def names(plan: list[Strike]) -> str:
 
 def test_every_point_is_struck() -> None:
     assert {point for plan in plans() for point, _, _ in plan} == set(Point)
+
+
+def test_what_is_wrapped_is_there(tmp_path: Path) -> None:
+    """The agent that is struck names functions of the one that ships."""
+    (tmp_path / "plan").write_text("[]")
+    words = ("struck_agent.py", str(tmp_path / "plan"), "", "--local", str(tmp_path / "node-0/agent.json"))
+    program = f"import sys; sys.argv = {list(words)}; sys.path.insert(0, {str(HERE)!r}); import struck_agent"
+    subprocess.run([sys.executable, "-c", program], check=True, timeout=100)
 
 
 @pytest.mark.slow
