@@ -67,6 +67,18 @@ def wandb_files(home: Path) -> list[dict[str, Lines]]:
     return files
 
 
+def once_each(files: list[dict[str, Lines]], clean: Lines, name: str) -> int:
+    """Each file has a metric's steps once, as without faults, and the last one all from where it begins.
+
+    Returns where that is. What one has that was killed, and whether the next one has it again, is wandb's.
+    """
+    for rows in (file.get(name, []) for file in files):
+        first = rows[0][0] if rows else 0
+        assert rows == [row for row in clean if row[0] >= first][: len(rows)]
+    assert rows[-1] == clean[-1]
+    return first
+
+
 def _wandb_records(data: bytes) -> Iterator[bytes]:
     """Take a .wandb file apart: LevelDB's format of logs, after a header of 7 bytes; whole records alone."""
     at, record = 7, b""
