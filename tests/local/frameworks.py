@@ -6,6 +6,7 @@ import json
 import struct
 from collections.abc import Iterator
 from pathlib import Path
+from typing import Any
 
 from tensorboard.backend.event_processing.event_accumulator import SCALARS, EventAccumulator
 
@@ -49,13 +50,15 @@ def wandb_files(home: Path) -> list[dict[str, Lines]]:
     """Return what each process has written offline for the only run, by metric; first the first one's."""
     from wandb.proto import wandb_internal_pb2
 
+    messages: Any = wandb_internal_pb2
+
     paths = sorted(home.rglob("offline-run-*/*.wandb"), key=lambda path: path.stat().st_mtime_ns)
     assert len({path.name for path in paths}) == 1, paths
     files = []
     for path in paths:
         found: dict[str, Lines] = {}
         for data in _wandb_records(path.read_bytes()):
-            record = wandb_internal_pb2.Record()
+            record = messages.Record()
             record.ParseFromString(data)
             items = {(i.key or ".".join(i.nested_key)): json.loads(i.value_json) for i in record.history.item}
             # The number of the step where a framework has given one, which is another than that of the line.
