@@ -97,7 +97,9 @@ def train(run: Any) -> None:
         for x, y in held:
             found, wanted = accelerator.gather_for_metrics((model(x).argmax(1), y))
             right += int((found == wanted).sum())
-    accelerator.end_training()
+    # Not end_training(), which destroys the process groups, too.
+    for tracker in accelerator.trackers:
+        tracker.finish()
     digest = hashlib.sha256()
     assert shards_anywhere.reshard(model) == ("FSDP" in os.environ)
     for parameter in model.parameters():
