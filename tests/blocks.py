@@ -46,6 +46,7 @@ QUICKSTART = TUTORIALS + "test_the_quickstart"
 ON_SLURM = "tests/slurm/test_pages.py::"
 ADMIN = ON_SLURM + "test_a_job_that_its_administrators_take_nodes_from"
 BATCH = ON_SLURM + "test_batch_scripts"
+LOGGERS = "tests/local/test_loggers.py::"
 SETTINGS = ON_SLURM + "test_settings_of_a_site"
 SLURM_JOB = ON_SLURM + "test_the_first_job_on_slurm"
 HOSTS = "tests/local/test_hosts.py::test_a_process_and_a_host_are_lost"
@@ -65,6 +66,12 @@ DRILLS = {
     "step=2000": "step=50",
     "--for 60": "--for 1",
     "--for 30": "--for 8",
+}
+# Where the tests of loggers kill.
+COMMITS = "run.commit(loss=loss)"
+LOGGED = {
+    "update(state, batch)": "update(state, batch); kill(run, run.step + 1, 0)",
+    COMMITS: f"kill(run, run.step + 1, 1); {COMMITS}; kill(run, run.step, 2)",
 }
 DIAGRAM = Not("a drawing")
 SIGNATURES = Not("signatures, which docs/api.py makes of the code")
@@ -133,6 +140,11 @@ TABLE: dict[str, tuple[tuple[str, How], ...]] = {
     "docs/lightning.md": (
         ("pip install", EXTRAS),
         ("import lightning", PARTS),
+    ),
+    "docs/loggers.md": (
+        ("import os", Typed(LOGGERS + "test_mlflow", LOGGED)),
+        ("import os", Typed(LOGGERS + "test_tensorboard", LOGGED)),
+        ("import os", Typed(LOGGERS + "test_wandb", LOGGED)),
     ),
     "docs/metrics.md": (
         ("metrics:", Typed(SETTINGS, {"10.1.0.7": "0.0.0.0", "10.1.255.0/28": "10.99.0.0/24"})),

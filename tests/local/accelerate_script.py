@@ -38,8 +38,16 @@ def make() -> tuple[Any, ...]:
         )
     order = DataLoaderConfiguration(use_seedable_sampler="SEEDABLE" in os.environ)
     accelerator = Accelerator(
-        cpu=not one_gpu.ON_GPU, gradient_accumulation_steps=2, fsdp_plugin=sharded, dataloader_config=order
+        cpu=not one_gpu.ON_GPU,
+        gradient_accumulation_steps=2,
+        fsdp_plugin=sharded,
+        dataloader_config=order,
+        log_with=os.environ.get("LOGGER"),
     )
+    if "LOGGER" in os.environ:
+        # As docs/accelerate.md has it.
+        words = {"wandb": {"id": os.environ["TORCHELASTIC_RUN_ID"], "resume": "allow"}}
+        accelerator.init_trackers("gpt", init_kwargs=words)
     torch.manual_seed(3)
     model = torch.nn.Sequential(
         torch.nn.Linear(8, 32), torch.nn.ReLU(), torch.nn.Dropout(0.1), torch.nn.Linear(32, 4)
@@ -80,6 +88,7 @@ def train(run: Any) -> None:
                 updates += 1
                 with (OUT / f"loss-{rank}.txt").open("a") as file:
                     file.write(f"{updates} {float(loss.detach()).hex()} {scheduler.get_last_lr()[0].hex()}\n")
+                accelerator.log({"loss": float(loss.detach())}, step=updates)
                 if run is not None and not EACH:
                     run.commit()
     model.eval()
@@ -88,6 +97,9 @@ def train(run: Any) -> None:
         for x, y in held:
             found, wanted = accelerator.gather_for_metrics((model(x).argmax(1), y))
             right += int((found == wanted).sum())
+    # Not end_training(), which destroys the process groups, too.
+    for tracker in accelerator.trackers:
+        tracker.finish()
     digest = hashlib.sha256()
     assert shards_anywhere.reshard(model) == ("FSDP" in os.environ)
     for parameter in model.parameters():

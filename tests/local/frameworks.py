@@ -2,7 +2,11 @@
 
 from __future__ import annotations
 
+import json
+import struct
+from collections.abc import Iterator
 from pathlib import Path
+from typing import Any
 
 from tensorboard.backend.event_processing.event_accumulator import SCALARS, EventAccumulator
 
@@ -11,6 +15,10 @@ from .test_torchrun import execute
 
 RANKS = 2
 Told = dict[str, set[str]]
+Lines = list[tuple[int, float]]
+"""Steps and values, as they come."""
+WANDB_BLOCK = 32768
+WANDB_STEPS = ("trainer/global_step", "train/global_step", "_step")
 
 
 def told(home: Path) -> Told:
@@ -26,6 +34,68 @@ def scalars(home: Path) -> dict[str, list[tuple[int, float]]]:
     # How long things took is another one in each run.
     names = [name for name in events.Tags()["scalars"] if "loss" in name or name.endswith(("norm", "val"))]
     return {name: [(one.step, one.value) for one in events.Scalars(name)] for name in names}
+
+
+def mlflow_lines(home: Path) -> dict[str, Lines]:
+    """Return what the only run of MLflow's file store has, by metric."""
+    (folder,) = {file.parent for file in home.rglob("mlruns/*/*/metrics/*") if file.is_file()}
+    found = {}
+    for file in folder.iterdir():
+        rows = [line.split() for line in file.read_text().splitlines()]
+        found[file.name] = [(int(step), float(value)) for _, value, step in rows]
+    return found
+
+
+def wandb_files(home: Path) -> list[dict[str, Lines]]:
+    """Return what each process has written offline for the only run, by metric; first the first one's."""
+    from wandb.proto import wandb_internal_pb2
+
+    messages: Any = wandb_internal_pb2
+
+    paths = sorted(home.rglob("offline-run-*/*.wandb"), key=lambda path: path.stat().st_mtime_ns)
+    assert len({path.name for path in paths}) == 1, paths
+    files = []
+    for path in paths:
+        found: dict[str, Lines] = {}
+        for data in _wandb_records(path.read_bytes()):
+            record = messages.Record()
+            record.ParseFromString(data)
+            items = {(i.key or ".".join(i.nested_key)): json.loads(i.value_json) for i in record.history.item}
+            # The number of the step where a framework has given one, which is another than that of the line.
+            step = next((items[name] for name in WANDB_STEPS if name in items), None)
+            for name, value in items.items():
+                if step is not None and name not in WANDB_STEPS and not name.startswith("_"):
+                    found.setdefault(name, []).append((step, value))
+        files.append(found)
+    return files
+
+
+def once_each(files: list[dict[str, Lines]], clean: Lines, name: str) -> int:
+    """Each file has a metric's steps once, as without faults, and the last one all from where it begins.
+
+    Returns where that is. What one has that was killed, and whether the next one has it again, is wandb's.
+    """
+    for rows in (file.get(name, []) for file in files):
+        first = rows[0][0] if rows else 0
+        assert rows == [row for row in clean if row[0] >= first][: len(rows)]
+    assert rows[-1] == clean[-1]
+    return first
+
+
+def _wandb_records(data: bytes) -> Iterator[bytes]:
+    """Take a .wandb file apart: LevelDB's format of logs, after a header of 7 bytes; whole records alone."""
+    at, record = 7, b""
+    while at + 7 <= len(data):
+        left = WANDB_BLOCK - at % WANDB_BLOCK
+        if left < 7:
+            at += left
+            continue
+        _, length, kind = struct.unpack_from("<IHB", data, at)
+        record += data[at + 7 : at + 7 + length]
+        at += 7 + length
+        if kind in (1, 4) and at <= len(data):  # Whole, or the last part.
+            yield record
+            record = b""
 
 
 def plain(script: Path, home: Path, size: int, env: dict[str, str]) -> Told:

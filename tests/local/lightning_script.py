@@ -44,6 +44,19 @@ def tell(kind: str, line: str) -> None:
         file.write(line + "\n")
 
 
+def late(logger: Any) -> Any:
+    """Kill the process where a step's line is written, before its commit: at 2000 and the step."""
+    write = logger.log_metrics
+
+    def log_metrics(metrics: dict[str, Any], step: int) -> None:
+        write(metrics=metrics, step=step)
+        if "loss_step" in metrics:
+            die(2000 + step)
+
+    logger.log_metrics = log_metrics
+    return logger
+
+
 class Net(pl.LightningModule):
     """With dropout, a BatchNorm, sums over epochs, a metric, and a number of its own that is in the loss."""
 
@@ -201,6 +214,10 @@ def make() -> Any:
     loggers: list[Any] = [pl.loggers.CSVLogger(OUT, name="logs")]
     if VARIANT == "steps":
         loggers.append(pl.loggers.TensorBoardLogger(OUT, name="shown", version="once"))
+    if os.environ.get("LOGGER") == "wandb":
+        loggers.append(late(pl.loggers.WandbLogger(save_dir=OUT, offline=True)))
+    if os.environ.get("LOGGER") == "mlflow":
+        loggers.append(late(pl.loggers.MLFlowLogger(tracking_uri=f"file:{OUT}/mlruns")))
     kind = "fsdp2" if VARIANT == "fsdp2" else "ddp"
     strategy: Any = f"ckptless_{kind}"
     if PLAIN:
@@ -250,6 +267,10 @@ trainer.fit(module, datamodule=Data())
 finish(module, trainer)
 (after,) = trainer.validate(module, datamodule=Data(), verbose=False)
 tell("final", f"{float(after['val']).hex()}")
+if os.environ.get("LOGGER") == "wandb":
+    import wandb
+
+    wandb.finish()
 if PLAIN:
     torch.distributed.barrier()
     # Stock Gloo groups now and then crash a process that ends with them.

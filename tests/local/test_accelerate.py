@@ -6,7 +6,7 @@ from pathlib import Path
 
 import pytest
 
-from .frameworks import RANKS, plain, protected
+from .frameworks import RANKS, once_each, plain, protected, wandb_files
 from .localrun import HERE, Job
 
 pytest.importorskip("accelerate")
@@ -34,6 +34,18 @@ def test_a_script_that_is_killed_ends_as_without_ckptless(tmp_path: Path, how: s
     env = ENVIRONMENTS[how]
     expected = plain(SCRIPT, tmp_path, EPOCHS, env)
     assert protected(SCRIPT, tmp_path, EPOCHS, FEW, env) == expected
+
+
+@pytest.mark.slow
+def test_wandb_is_one_run(tmp_path: Path) -> None:
+    pytest.importorskip("wandb", reason="no wandb: pip install wandb")
+    for name in ("plain", "ours"):
+        (tmp_path / name).mkdir()
+    env = {"LOGGER": "wandb", "WANDB_MODE": "offline", "WANDB_DIR": str(tmp_path / "plain")}
+    plain(SCRIPT, tmp_path, EPOCHS, env)
+    (clean,) = wandb_files(tmp_path / "plain")
+    protected(SCRIPT, tmp_path, EPOCHS, FEW, {**env, "WANDB_DIR": str(tmp_path / "ours")})
+    assert once_each(wandb_files(tmp_path / "ours"), clean["loss"], "loss") in (7, 8)
 
 
 @pytest.mark.slow

@@ -6,7 +6,7 @@ from pathlib import Path
 
 import pytest
 
-from .frameworks import RANKS, plain, protected, scalars, told
+from .frameworks import RANKS, mlflow_lines, once_each, plain, protected, scalars, told, wandb_files
 from .localrun import FAULTY_DEADLINE_S, HERE, Job, lose_node, wait_until
 
 pytest.importorskip("lightning")
@@ -68,6 +68,30 @@ def test_a_spare_takes_a_lost_nodes_rank_and_its_log(tmp_path: Path) -> None:
 def _losses(home: Path) -> list[str]:
     path = home / "loss-0.txt"
     return path.read_text().splitlines() if path.exists() else []
+
+
+@pytest.mark.slow
+def test_mlflow_has_each_step_once(tmp_path: Path) -> None:
+    """Killed between a line and its commit, by both ranks, of which one writes."""
+    pytest.importorskip("mlflow", reason="no mlflow: pip install mlflow-skinny")
+    env = {**QUIET, "LOGGER": "mlflow", "MLFLOW_ALLOW_FILE_STORE": "true", "VARIANT": "steps"}
+    kills = "2:1,2003:0,6:0,2009:0,12:1"
+    assert _results(protected(SCRIPT, tmp_path, 16, kills, env)) == _results(plain(SCRIPT, tmp_path, 16, env))
+    ours = mlflow_lines(tmp_path / "ours")
+    assert ours == mlflow_lines(tmp_path / "plain")
+    assert [step for step, _ in ours["loss_step"]] == [*range(16)]
+
+
+@pytest.mark.slow
+def test_wandb_is_one_run(tmp_path: Path) -> None:
+    """Each process that rank 0 ever is writes its steps once; the file of one goes on where it joined."""
+    pytest.importorskip("wandb", reason="no wandb: pip install wandb")
+    env = {**QUIET, "LOGGER": "wandb", "VARIANT": "steps"}
+    protected(SCRIPT, tmp_path, 16, "2:1,2003:0,6:0,12:1", env)
+    plain(SCRIPT, tmp_path, 16, env)
+    (clean,) = wandb_files(tmp_path / "plain")
+    last = once_each(wandb_files(tmp_path / "ours"), clean["loss_step"], "loss_step")
+    assert last in (5, 6)
 
 
 @pytest.mark.slow

@@ -79,8 +79,15 @@ AROUND = {
     ("docs/elastic.md", 1): (MODEL + TEXT, ""),
     ("docs/data.md", 0): (DOCUMENTS, RUNS),
 }
-# Signatures; what test_saving.py does with a folder that it has; pages that test_tutorials.py reads.
-ELSEWHERE = ("docs/api.md", "docs/design/saving.md", "docs/quickstart.md", "docs/tutorials/")
+# Signatures; what test_saving.py does with a folder that it has, and test_loggers.py; pages that
+# test_tutorials.py reads.
+ELSEWHERE = (
+    "docs/api.md",
+    "docs/design/saving.md",
+    "docs/loggers.md",
+    "docs/quickstart.md",
+    "docs/tutorials/",
+)
 
 
 def found() -> dict[tuple[str, int], str]:

@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 
-from .frameworks import RANKS, plain, protected, scalars
+from .frameworks import RANKS, Lines, mlflow_lines, once_each, plain, protected, scalars, wandb_files
 from .localrun import HERE
 
 pytest.importorskip("transformers")
@@ -63,6 +63,39 @@ def test_tensorboard_shows_each_step_once(tmp_path: Path) -> None:
     assert protected(SCRIPT, tmp_path, 16, "1:0,2:1,4:1,5:0,6:0,10:1", env) == expected
     assert scalars(tmp_path / "ours") == scalars(tmp_path / "plain")
     assert [step for step, _ in scalars(tmp_path / "ours")["train/loss"]] == [*range(1, 17)]
+
+
+@pytest.mark.slow
+def test_mlflow_has_each_step_once(tmp_path: Path) -> None:
+    """Killed as with TensorBoard."""
+    pytest.importorskip("mlflow", reason="no mlflow: pip install mlflow-skinny")
+    found = {}
+    for name, run in (("plain", plain), ("ours", protected)):
+        env = {"MLFLOW_TRACKING_URI": f"file:{tmp_path}/{name}/mlruns", "MLFLOW_ALLOW_FILE_STORE": "true"}
+        _reported(tmp_path, "mlflow", run, env)
+        found[name] = mlflow_lines(tmp_path / name)
+    for name in ("loss", "grad_norm", "eval_loss", "learning_rate"):
+        assert found["ours"][name] == found["plain"][name]
+    assert [step for step, _ in found["ours"]["loss"]] == [*range(1, 17)]
+
+
+@pytest.mark.slow
+def test_wandb_is_one_run(tmp_path: Path) -> None:
+    pytest.importorskip("wandb", reason="no wandb: pip install wandb")
+    clean: Lines = []
+    for name, run in (("plain", plain), ("ours", protected)):
+        home = tmp_path / name
+        home.mkdir()
+        _reported(tmp_path, "wandb", run, {"WANDB_MODE": "offline", "WANDB_DIR": str(home)})
+        if run is plain:
+            clean = wandb_files(home)[0]["train/loss"]
+    assert once_each(wandb_files(tmp_path / "ours"), clean, "train/loss") in (6, 7)
+
+
+def _reported(home: Path, where: str, run: Any, env: dict[str, str]) -> None:
+    words = {**env, "LATE": "1", "ARGUMENTS": json.dumps({"report_to": [where]})}
+    kills = () if run is plain else ("1:0,2:1,4:1,5:0,6:0,10:1",)
+    run(SCRIPT, home, 16, *kills, words)
 
 
 @pytest.mark.slow

@@ -129,11 +129,18 @@ def finish(trainer: Any, output: Any) -> None:
     )
 
 
+def close() -> None:
+    """Have wandb write what it has, where it is imported."""
+    if "wandb" in sys.modules:
+        sys.modules["wandb"].finish()
+
+
 OUT.mkdir(parents=True, exist_ok=True)
 one_gpu.begin()
 if "PLAIN" in os.environ:
     trainer = make()
     finish(trainer, trainer.train())
+    close()
     torch.distributed.barrier()
     # Stock Gloo groups now and then crash a process that ends with them.
     os._exit(0)
@@ -148,3 +155,4 @@ else:
 
     output = ckptless.transformers.train(made)
     finish(kept[0], output)
+    close()
