@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import shutil
 from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
 
 import pytest
 
@@ -12,6 +13,7 @@ from ckptless.doctor.pairing import TOKEN
 
 from .cluster.api import Cluster
 from .conftest import require
+from .test_cluster import eventually
 
 DEADLINE_S = 90.0
 # Of all nodes but a slow one: what any machine can do, so that a busy one makes no pair slow.
@@ -35,9 +37,10 @@ def shape(cluster: Cluster, node: str, rate: str) -> None:
     cluster.run(node, "tc", "qdisc", "replace", "dev", "eth0", *rule)
 
 
-def tried(cluster: Cluster, *words: str) -> tuple[int, dict[str, tuple[str, str]]]:
-    """The exit code and findings of an allocation of four nodes."""
-    line = ("salloc", "--quiet", "--nodes=4", "ckptless-doctor", "--pairs", "--json", "--mib=2", *words)
+def tried(cluster: Cluster, *words: str, first: str = "") -> tuple[int, dict[str, tuple[str, str]]]:
+    """The exit code and findings of an allocation of four nodes, in which something is done `first`."""
+    doctor = " ".join(("ckptless-doctor", "--pairs", "--json", "--mib=2", *words))
+    line = ("salloc", "--quiet", "--nodes=4", "bash", "-c", f"{first}\n{doctor}")
     done = cluster.run("ctl", *line, user="tester", timeout_s=DEADLINE_S, check=False)
     assert done.stdout, done.stderr
     found = json.loads(done.stdout)["findings"]
@@ -62,6 +65,22 @@ def test_a_way_that_is_shut_is_named(shaped: Cluster) -> None:
         shaped.unblock("node02", "node03")
     assert (code, [*found]) == (2, ["pairs", "link node02 - node03"]), found
     assert found["pairs"][1].startswith("5 of 6 are in order")
+
+
+def test_a_node_that_slurm_cannot_start_on_is_named(cluster: Cluster) -> None:
+    try:
+        wait = "touch /shared/pairs-begun; until test -e /shared/pairs-broken; do sleep 0.1; done"
+        with ThreadPoolExecutor(1) as pool:
+            over = pool.submit(tried, cluster, "--time-limit=40", first=wait)
+            eventually((cluster.shared / "pairs-begun").exists)
+            cluster.service_stop("node03", "slurmd")
+            (cluster.shared / "pairs-broken").touch()
+            code, found = over.result(DEADLINE_S)
+    finally:
+        cluster.service_start("node03", "slurmd")
+    assert code == 2, found
+    assert found["node03"] == ("broken", "it has not come")
+    assert found["pairs"][0] == "fine"
 
 
 def test_it_may_be_started_by_srun_with_a_token(cluster: Cluster) -> None:

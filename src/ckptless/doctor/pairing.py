@@ -16,19 +16,20 @@ import subprocess
 import sys
 import time
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from statistics import median
 from typing import TypeAlias
 
 import xxhash
 
-from ckptless.daemon.launch.allocation import Allocation, inside_slurm, read_allocation
+from ckptless.daemon.launch.allocation import StepTask, inside_slurm, read_allocation
 from ckptless.daemon.launch.slurm import NOT_FOR_STEPS, cpu_binding, slurm_config
 from ckptless.daemon.protocol.errors import CkptlessError, PeerError, StartError, UsageError
 from ckptless.daemon.protocol.limits import Digest, Name, NodeNumber, Port, Seconds
 from ckptless.daemon.protocol.messages import Message
 from ckptless.daemon.settings.bind import choose, interfaces, listen_address
 from ckptless.daemon.settings.site import load_settings
+from ckptless.daemon.slurm.hostlist import compress, expand
 from ckptless.daemon.transport.credentials import KeyCredentials
 from ckptless.daemon.transport.link import HANDSHAKE_DEADLINE_S, Link, Route
 from ckptless.daemon.transport.listener import Listener
@@ -39,9 +40,12 @@ from ckptless.doctor.pairs import Pair, Tried, Way, schedule, slow, verdict
 logger = logging.getLogger(__name__)
 
 TOKEN, SHORTEST = "CKPTLESS_PAIRS_TOKEN", 16
-# Of the time limit: what nodes have that Slurm starts; of theirs, until all have come, all is tried, and what
-# was slow is tried again.
-NODES_SHARE, MEET_SHARE, TRIED_SHARE, AGAIN_SHARE = 0.75, 0.4, 0.7, 0.9
+# A node's number and all nodes, where its step is its own.
+AMONG = "CKPTLESS_PAIRS_AMONG"
+# Of the time limit: what steps have with their start and without; of the latter, until all have come, all is
+# tried, and what was slow is tried again.
+STEPS_SHARE, NODES_SHARE = 0.9, 0.75
+MEET_SHARE, TRIED_SHARE, AGAIN_SHARE = 0.4, 0.7, 0.9
 # A round has an equal part of what is left, and no less than this; of it, the pair.
 SHORTEST_ROUND_S, PAIR_SHARE = 2.0, 0.8
 # Node 0 is found by its name and the token, below the ports that kernels give away.
@@ -111,44 +115,67 @@ def pairs(asked: Asked, env: Mapping[str, str]) -> list[Finding]:
     if not inside_slurm(env):
         raise UsageError("--pairs tries the nodes of an allocation: run it in sbatch or salloc")
     here = read_allocation(env)
+    if AMONG in env:
+        node, _, listed = env[AMONG].partition(" ")
+        here = replace(here, names=expand(listed), step=StepTask("", int(node), 0))
     if len(here.names) < 2:
         raise UsageError("--pairs tries nodes with each other: give it an allocation of two nodes or more")
     if here.step is None:
         return _start(here.names, asked, env)
-    return asyncio.run(Node(_place(here, asked, env)).run())
+    return asyncio.run(Node(_place(here.names, here.step, asked, env)).run())
 
 
 def _start(names: Sequence[str], asked: Asked, env: Mapping[str, str]) -> list[Finding]:
-    """Run a task on each node, and return what node 0 says. Raises StartError."""
+    """Start a step on each node, and return what node 0 says. Raises StartError.
+
+    One step of all would be ended as a whole where one node cannot begin it.
+    """
     more = [f"--interface={asked.interface}"] if asked.interface else []
     more += ["--all"] if asked.every else []
     words = [
-        *("srun", f"--nodes={len(names)}", f"--ntasks={len(names)}", "--ntasks-per-node=1", "--overlap"),
-        *("--no-kill", "--kill-on-bad-exit=0", "--wait=0", "--input=none", "--quiet"),
+        *("srun", "--nodes=1", "--ntasks=1", "--ntasks-per-node=1", "--overlap", "--input=none", "--quiet"),
         *("--job-name=ckptless-pairs", *cpu_binding(asyncio.run(slurm_config()))),
-        *(sys.executable, "-m", "ckptless.doctor", "--pairs", "--json", f"--mib={asked.mib}", *more),
-        f"--time-limit={NODES_SHARE * asked.limit_s:g}",
     ]
+    program = [sys.executable, "-m", "ckptless.doctor", "--pairs", "--json", f"--mib={asked.mib}", *more]
+    program.append(f"--time-limit={NODES_SHARE * asked.limit_s:g}")
     kept = {name: value for name, value in env.items() if name not in NOT_FOR_STEPS}
-    kept[TOKEN] = secrets.token_hex(32)
+    kept[TOKEN], listed, end = secrets.token_hex(32), compress(names), time.monotonic() + asked.limit_s
+    steps: list[subprocess.Popen[bytes]] = []
     try:
-        done = subprocess.run(words, env=kept, stdout=subprocess.PIPE, timeout=asked.limit_s, check=False)
-        return [Finding(**one) for one in json.loads(done.stdout)["findings"]]
+        for node, name in enumerate(expand(listed)):
+            steps.append(
+                subprocess.Popen(
+                    [*words, f"--nodelist={name}", *program],
+                    env={**kept, AMONG: f"{node} {listed}"},
+                    stdout=subprocess.DEVNULL if node else subprocess.PIPE,
+                )
+            )
+        said, _ = steps[0].communicate(timeout=STEPS_SHARE * asked.limit_s)
+        return [Finding(**one) for one in json.loads(said)["findings"]]
     except FileNotFoundError:
         raise StartError("there is no srun in PATH: is this a node of the cluster?") from None
     except subprocess.TimeoutExpired:
-        text = f"no end in {asked.limit_s:g} s"
+        text = f"no end in {STEPS_SHARE * asked.limit_s:g} s"
     except ValueError:
-        text = f"it ended with {done.returncode} before node 0 ({names[0]}) could say how it went"
-    return [Finding("srun", "broken", text, "see what it and the nodes have said on stderr")]
+        text = f"its step ended with {steps[0].returncode} before it could say how it went"
+    finally:
+        _end(steps, end)
+    return [Finding(expand(listed)[0], "broken", text, "see what srun and the nodes have said on stderr")]
 
 
-def _place(here: Allocation, asked: Asked, env: Mapping[str, str]) -> Place:
+def _end(steps: Sequence["subprocess.Popen[bytes]"], end: float) -> None:
+    """Wait for steps until then; who is left has hung."""
+    for step in steps:
+        with contextlib.suppress(subprocess.TimeoutExpired):
+            step.wait(max(0.0, end - time.monotonic()))
+        step.kill()
+
+
+def _place(names: Sequence[str], step: StepTask, asked: Asked, env: Mapping[str, str]) -> Place:
     """Return this task's. Raises UsageError."""
-    assert here.step is not None
-    if here.step.local_id:
+    if step.local_id:
         raise UsageError("--pairs is one task on each node: give srun --ntasks-per-node=1")
-    token, node = env.get(TOKEN, ""), here.step.node_id
+    token = env.get(TOKEN, "")
     if len(token) < SHORTEST:
         raise UsageError(
             f"{TOKEN} is not set: run ckptless-doctor --pairs without srun, which it calls itself, or set it "
@@ -157,8 +184,8 @@ def _place(here: Allocation, asked: Asked, env: Mapping[str, str]) -> Place:
     if asked.interface is not None:
         address = choose(asked.interface, interfaces(), "--interface")
     else:
-        address = listen_address(load_settings().daemon.bind, here.names[node])
-    return Place(here.names, node, address, token, asked)
+        address = listen_address(load_settings().daemon.bind, names[step.node_id])
+    return Place(names, step.node_id, address, token, asked)
 
 
 class Node:
