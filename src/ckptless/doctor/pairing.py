@@ -7,9 +7,9 @@ All connections are those of daemons (`transport/link.py`), whose ends prove tha
 import asyncio
 import contextlib
 import hashlib
+import ipaddress
 import json
 import logging
-import random
 import secrets
 import socket
 import subprocess
@@ -27,7 +27,7 @@ from ckptless.daemon.launch.slurm import NOT_FOR_STEPS, cpu_binding, slurm_confi
 from ckptless.daemon.protocol.errors import CkptlessError, PeerError, StartError, UsageError
 from ckptless.daemon.protocol.limits import Digest, Name, NodeNumber, Port, Seconds
 from ckptless.daemon.protocol.messages import Message
-from ckptless.daemon.settings.bind import choose, interfaces, listen_address
+from ckptless.daemon.settings.bind import by_name, choose, interfaces, listen_address
 from ckptless.daemon.settings.site import load_settings
 from ckptless.daemon.slurm.hostlist import compress, expand
 from ckptless.daemon.transport.credentials import KeyCredentials
@@ -181,10 +181,13 @@ def _place(names: Sequence[str], step: StepTask, asked: Asked, env: Mapping[str,
             f"{TOKEN} is not set: run ckptless-doctor --pairs without srun, which it calls itself, or set it "
             f"to {SHORTEST} random characters or more"
         )
+    name = names[step.node_id]
     if asked.interface is not None:
         address = choose(asked.interface, interfaces(), "--interface")
     else:
-        address = listen_address(load_settings().daemon.bind, names[step.node_id])
+        address = listen_address(load_settings().daemon.bind, name)
+    if ipaddress.ip_address(address).is_unspecified:
+        address = by_name(name)  # others dial it
     return Place(names, step.node_id, address, token, asked)
 
 
@@ -193,7 +196,7 @@ class Node:
 
     def __init__(self, place: Place) -> None:
         self._place, self._key = place, KeyCredentials(place.token.encode())
-        self._data = random.Random(place.node).randbytes(place.asked.mib << 20)
+        self._data = secrets.token_bytes(1 << 20) * place.asked.mib
         self._listener, self._tasks = Listener(self._came), Tasks()
         self._here: dict[int, Here] = {}
         self._links: dict[int, Link[Said]] = {}
@@ -239,7 +242,9 @@ class Node:
             logger.debug("%s: %s", streams[1].get_extra_info("peername"), error)
             streams[1].close()
             return
-        if isinstance(said, Here):
+        if not isinstance(said, Here) or link.node >= len(self._place.names):
+            link.close()
+        else:
             self._here[link.node], self._links[link.node] = said, link
             self._more.set()
 

@@ -6,8 +6,10 @@ import itertools
 from collections.abc import Mapping
 
 import pytest
+from click.testing import CliRunner
 
 from ckptless.daemon.protocol.errors import UsageError
+from ckptless.doctor.__main__ import command
 from ckptless.doctor.pairing import TOKEN, Asked, pairs
 from ckptless.doctor.pairs import Pair, Tried, Way, schedule, slow, verdict
 
@@ -194,3 +196,13 @@ STEP = {
 def test_a_mistake_is_said(env: dict[str, str], words: str) -> None:
     with pytest.raises(UsageError, match=words):
         pairs(Asked("no-such", 1, every=False, limit_s=5), env)
+
+
+@pytest.mark.parametrize(
+    ("words", "said"), [(["--pairs"], "run it in sbatch or salloc"), (["--pairs", "--node"], "two questions")]
+)
+def test_a_mistake_ends_with_2(monkeypatch: pytest.MonkeyPatch, words: list[str], said: str) -> None:
+    monkeypatch.delenv("SLURM_JOB_ID", raising=False)
+    done = CliRunner().invoke(command, words)
+    assert done.exit_code == 2
+    assert said in done.stderr
