@@ -168,7 +168,8 @@ def _end(steps: Sequence["subprocess.Popen[bytes]"], end: float) -> None:
     for step in steps:
         with contextlib.suppress(subprocess.TimeoutExpired):
             step.wait(max(0.0, end - time.monotonic()))
-        step.kill()
+        with step:  # no deadline: it is killed
+            step.kill()
 
 
 def _place(names: Sequence[str], step: StepTask, asked: Asked, env: Mapping[str, str]) -> Place:
@@ -216,6 +217,18 @@ class Node:
             await self._listener.close()
             await end_all(self._tasks)
 
+    def _listen(self) -> int:
+        place = self._place
+        try:
+            if place.node:
+                return self._listener.open(place.address)
+            # Others come to its name, and to where it is tried.
+            family = socket.getaddrinfo(place.names[0], None, type=socket.SOCK_STREAM)[0][0]
+            return self._listener.open("::" if family == socket.AF_INET6 else "0.0.0.0", place.port)
+        except OSError as error:
+            text = f"cannot listen at {place.address} (node 0: port {place.port}): {error.strerror}"
+            raise StartError(f"{text}; run it again, for another port, or give an --interface") from error
+
     async def _dial(self, route: Route, kind: object) -> Link[Said]:
         return await Link.dial(route, (TOKEN, self._place.node), self._key, kind, HANDSHAKE_DEADLINE_S)
 
@@ -252,7 +265,7 @@ class Node:
 
     async def _follow(self) -> list[Finding]:
         """Do as node 0 says until it hangs up."""
-        port = self._listener.open(self._place.address)
+        port = self._listen()
         with contextlib.suppress(ConnectionError), contextlib.closing(await self._meet()) as link:
             link.send(Here(address=self._place.address, port=port))
             while isinstance(order := await link.receive(), Try):
@@ -277,7 +290,7 @@ class Node:
         """Gather the others, have them try each other, and judge."""
         place, began = self._place, time.monotonic()
         limit_s, everybody = place.asked.limit_s, range(len(place.names))
-        self._here[0] = Here(address=place.address, port=self._open())
+        self._here[0] = Here(address=place.address, port=self._listen())
         with contextlib.suppress(TimeoutError):
             async with asyncio.timeout(MEET_SHARE * limit_s):
                 while len(self._here) < len(everybody):
@@ -306,16 +319,6 @@ class Node:
             found = await asyncio.gather(*(self._ask(pair, within_s) for pair in each))
             tried.update(zip(each, found, strict=True))
         return tried
-
-    def _open(self) -> int:
-        """Listen on all addresses: others come to this node's name, and to where it is tried."""
-        family = socket.getaddrinfo(self._place.names[0], None, type=socket.SOCK_STREAM)[0][0]
-        try:
-            return self._listener.open("::" if family == socket.AF_INET6 else "0.0.0.0", self._place.port)
-        except OSError as error:
-            raise StartError(
-                f"port {self._place.port}: {error.strerror}; run it again, for another"
-            ) from error
 
     async def _ask(self, pair: Pair, within_s: float) -> Tried:
         """Have both dial the other, one after the other."""

@@ -4,12 +4,14 @@ from __future__ import annotations
 
 import itertools
 from collections.abc import Mapping
+from pathlib import Path
 
 import pytest
 from click.testing import CliRunner
 
-from ckptless.daemon.protocol.errors import UsageError
+from ckptless.daemon.protocol.errors import StartError, UsageError
 from ckptless.doctor.__main__ import command
+from ckptless.doctor.findings import Finding
 from ckptless.doctor.pairing import TOKEN, Asked, pairs
 from ckptless.doctor.pairs import Pair, Tried, Way, schedule, slow, verdict
 
@@ -173,9 +175,9 @@ def test_the_words() -> None:
 # ------------------------------------------------------------------------------------- who may ask
 
 
+JOB = {"SLURM_JOB_ID": "7", "SLURM_JOB_NODELIST": "n[1-4]"}
 STEP = {
-    "SLURM_JOB_ID": "7",
-    "SLURM_JOB_NODELIST": "n[1-4]",
+    **JOB,
     "SLURM_STEP_ID": "0",
     "SLURM_NODEID": "1",
     "SLURM_LOCALID": "0",
@@ -206,3 +208,52 @@ def test_a_mistake_ends_with_2(monkeypatch: pytest.MonkeyPatch, words: list[str]
     done = CliRunner().invoke(command, words)
     assert done.exit_code == 2
     assert said in done.stderr
+
+
+# -------------------------------------------------------------------------------- srun, as Slurm's may be
+
+
+@pytest.mark.parametrize(
+    ("srun", "text"),
+    [
+        ("exit 7", "its step ended with 7 before it could say how it went"),
+        ("echo killed", "its step ended with 0 before it could say how it went"),
+        ("exec sleep 60", "no end in 0.9 s"),
+    ],
+)
+def test_a_step_that_says_nothing_is_a_finding(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, srun: str, text: str
+) -> None:
+    program = tmp_path / "srun"
+    program.write_text(f"#!/bin/sh\n{srun}\n")
+    program.chmod(0o755)
+    monkeypatch.setenv("PATH", f"{tmp_path}:/usr/bin:/bin")
+    (found,) = pairs(Asked(None, 1, every=False, limit_s=1), {**JOB, "PATH": f"{tmp_path}:/usr/bin:/bin"})
+    assert (found.about, found.grade, found.text) == ("n1", "broken", text)
+
+
+def test_steps_are_given_their_nodes_a_token_and_what_was_asked(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    program = tmp_path / "srun"
+    program.write_text(
+        "#!/bin/sh\n"
+        f'echo "$@" "among=$CKPTLESS_PAIRS_AMONG" "token=${{#CKPTLESS_PAIRS_TOKEN}}" >> {tmp_path}/said\n'
+        'echo \'{"findings": [{"about": "pairs", "grade": "fine", "text": "x", "advice": ""}]}\'\n'
+    )
+    program.chmod(0o755)
+    monkeypatch.setenv("PATH", f"{tmp_path}:/usr/bin:/bin")
+    env = {**JOB, "PATH": f"{tmp_path}:/usr/bin:/bin", "SLURM_CPUS_PER_TASK": "2"}
+    assert pairs(Asked("10.0.0.0/8", 3, every=True, limit_s=40), env) == [Finding("pairs", "fine", "x")]
+    lines = sorted((tmp_path / "said").read_text().splitlines(), key=lambda line: line.partition("among=")[2])
+    assert len(lines) == 4
+    for node, line in enumerate(lines):
+        assert f"--nodelist=n{node + 1} " in line
+        assert line.endswith(f"--time-limit=30 among={node} n[1-4] token=64")
+        assert "--pairs --json --mib=3 --interface=10.0.0.0/8 --all" in line
+
+
+def test_there_is_no_srun(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("PATH", str(tmp_path))
+    with pytest.raises(StartError, match="no srun in PATH"):
+        pairs(Asked(None, 1, every=False, limit_s=1), {**JOB, "PATH": str(tmp_path)})
