@@ -15,12 +15,16 @@ EDGES = {
     "Between daemons": ("peers.messages", "peers.agreement", "peers.membership"),
     "Between ckptctl and a daemon": ("requests", "health", "keeping"),
     "Between a launcher and hosts without Slurm": ("launch.wire",),
+    "Between the nodes that `ckptless-doctor --pairs` tries": ("doctor.pairs", "doctor.pairing"),
     "In the ledger": ("records",),
     "In a saved step": ("saved",),
     "Of which they consist": ("model",),
 }
 # That stand with those who say them.
-BESIDE = ("launch.wire",)
+BESIDE = {
+    "launch.wire": "daemon.launch.wire",
+    **{name: name for name in ("doctor.pairs", "doctor.pairing")},
+}
 HEAD = """# Messages and records
 
 Every message between our processes and every record that is kept, as the code has them. A message on a
@@ -50,8 +54,7 @@ def page() -> str:
 
 def module_of(name: str) -> ModuleType:
     """Return the module of an entry of EDGES."""
-    room = "" if name in BESIDE else "protocol."
-    return importlib.import_module(f"ckptless.daemon.{room}{name}")
+    return importlib.import_module(f"ckptless.{BESIDE.get(name, f'daemon.protocol.{name}')}")
 
 
 def structs(module: ModuleType) -> list[type[msgspec.Struct]]:

@@ -178,7 +178,8 @@ def modules() -> Iterator[Path]:
     """Yield every module of the product."""
     for room in ("daemon", "pytorch_hooks"):
         yield from sorted((ROOT / room).rglob("*.py"))
-    yield from sorted((ROOT / "src" / "ckptless").glob("*.py"))
+    for room in ("src/ckptless", "src/ckptless/doctor"):
+        yield from sorted((ROOT / room).glob("*.py"))
 
 
 def refusals() -> list[Refusal]:

@@ -6,6 +6,7 @@ import importlib
 import pkgutil
 from pathlib import Path
 
+from ckptless import doctor
 from ckptless.daemon import launch, protocol
 
 from . import writer_of
@@ -22,7 +23,7 @@ def test_every_module_with_messages_is_on_it() -> None:
     shown = {messages.module_of(name).__name__ for names in messages.EDGES.values() for name in names}
     found = {
         one.name
-        for room in (protocol, launch)
+        for room in (protocol, launch, doctor)
         for one in pkgutil.walk_packages(room.__path__, f"{room.__name__}.")
         if messages.structs(importlib.import_module(one.name))
     }
