@@ -44,6 +44,11 @@ class Started(Job):
         self.ended(0, DEADLINE_S)
 
 
+def _as_from_a_terminal() -> None:
+    """What a shell's `&` ignores, which the tests may have been started with."""
+    signal.signal(signal.SIGINT, signal.SIG_DFL)
+
+
 class Terminal:
     """A shell in a folder; what is exported stays."""
 
@@ -78,6 +83,7 @@ class Terminal:
                 env=self._env,
                 stdin=subprocess.DEVNULL,
                 stdout=out,
+                preexec_fn=_as_from_a_terminal,
             )
         try:
             yield
