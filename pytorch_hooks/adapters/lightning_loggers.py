@@ -29,13 +29,13 @@ class Loggers:
         self._written = [Written() for _ in self._loggers]
         self._is_global_zero = bool(trainer.is_global_zero)
         for written, one in zip(self._written, self._loggers, strict=True):
-            chosen, job = getattr(one, "_version", "") is None, os.environ["TORCHELASTIC_RUN_ID"]
-            if chosen:
+            chosen, job = getattr(one, "_version", "") is None, os.environ.get("TORCHELASTIC_RUN_ID")
+            if chosen and job:
                 # As Lightning does under Slurm: the job's, not the next one that is free.
                 one._version = f"version_{job}"
-            elif isinstance(one, WandbLogger) and one._id is None:
+            elif isinstance(one, WandbLogger) and one._id is None and job:
                 one._id = one._wandb_init["id"] = job
-            elif isinstance(one, MLFlowLogger) and one._run_id is None and trainer.is_global_zero:
+            elif isinstance(one, MLFlowLogger) and one._run_id is None and trainer.is_global_zero and job:
                 one.tags = {**(one.tags or {}), mlflow_runs.TAG: job}
                 one._run_id = mlflow_runs.run_of(one._mlflow_client, one._experiment_name, job)
                 written.go_back(0, lines(one, 0))

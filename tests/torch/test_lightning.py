@@ -235,4 +235,4 @@ def test_each_line_is_written_once(tmp_path: Path, joins: bool, back: int, most:
     job.loggers.go_back(back, back, joins=joins)
     for _ in range(4 - back):
         job.step()
-    assert sorted(map(repr, lines(job.logger))) == sorted(map(repr, lines(plain.logger)))
+    assert sorted(map(repr, lines(job.logger, 0))) == sorted(map(repr, lines(plain.logger, 0)))
