@@ -59,6 +59,7 @@ from ckptless.daemon.settings import config as daemon_config
 from ckptless.daemon.settings.site import load_settings
 from ckptless.daemon.slurm import hostlist, pyslurm_worker, text
 from ckptless.daemon.transport import bundles, handshake
+from ckptless.doctor import pairing
 from ckptless.pytorch_hooks.data import cache as data_cache
 from ckptless.pytorch_hooks.data import files as sealed
 from ckptless.pytorch_hooks.data.arrow import Arrow
@@ -109,6 +110,7 @@ EDGES: dict[str, tuple[Any, int]] = {
     "launcher, from a host": (wire.FromHost, wire.HOST_LIMIT),
     "node 0, from a node that meets it": (wire.FromMember, wire.MEMBER_LIMIT),
     "a node, from node 0": (wire.ToMember, CONTROL_LIMIT),
+    "a node, from one that it is paired with": (pairing.Said, CONTROL_LIMIT),
     "daemon, from daemons": (peers.DaemonMessage, CONTROL_LIMIT),
     "agent, from agents": (peers.AgentMessage, CONTROL_LIMIT),
 }
