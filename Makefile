@@ -96,9 +96,10 @@ mutants-named: $(STAMP)
 	$(BIN)/python -m tests.mutants.named
 
 # Thousands of simulated nodes: what they say to each other, and how long a recovery takes. Ten minutes.
+# All daemons of 12,500 nodes in one process take more than 24 GB; single ones are measured up to that.
 SIZES ?= 16 64 256 1024 4096 12500
 scale: $(STAMP)
-	$(BIN)/python -m tests.sim.scale $(SIZES) --json docs/scale.json --plot docs/scale.png
+	$(BIN)/python -m tests.sim.scale $(filter-out 12500,$(SIZES)) --json docs/scale.json --plot docs/scale.png
 	$(BIN)/python -m tests.sim.scale_parts $(SIZES) --json docs/scale_parts.json
 	$(BIN)/python -m tests.sim.scale_memory $(SIZES) --json docs/scale_memory.json
 

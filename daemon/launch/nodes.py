@@ -14,6 +14,7 @@ import os
 import signal
 import socket
 import sys
+from abc import ABC, abstractmethod
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -68,7 +69,7 @@ class Node:
     started: list[Child] = field(default_factory=list)
 
 
-class Nodes:
+class Nodes(ABC):
     """The nodes of one run that are here; owned by the event loop.
 
     `_prepare` is to `_add` them, and `_agent_config` says what each agent is told. `console` is where the
@@ -88,12 +89,13 @@ class Nodes:
         # A second Ctrl-C: nobody wants to wait for anything any more.
         self._hurried = False
 
+    @abstractmethod
     def _prepare(self) -> None:
-        """Directories, key, configuration files. Raises UsageError."""
-        raise NotImplementedError
+        """Make directories, key and configuration files. Raises UsageError."""
 
+    @abstractmethod
     def _agent_config(self, node: Node) -> AgentConfig:
-        raise NotImplementedError
+        """Return what a node's agent is told."""
 
     async def run(self) -> int:
         """Start everything, wait for the end, leave nothing. The exit code. Raises the tree's errors."""
@@ -243,7 +245,7 @@ class Nodes:
             assert node.agent is not None
             send(node.agent, signal.SIGKILL)
 
-    async def _draw_in(self) -> None:
+    async def _draw_in(self) -> None:  # noqa: B027  # a host has none
         """Start further nodes that the job wants, where there may be any."""
 
     @property

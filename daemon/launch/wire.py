@@ -69,7 +69,7 @@ class Here(Message, frozen=True, kw_only=True):
 
 
 class Console(Message, frozen=True, kw_only=True):
-    """What ranks have printed."""
+    """Output of the host's ranks."""
 
     data: Annotated[bytes, Meta(max_length=CONSOLE_NBYTES)]
 

@@ -200,7 +200,7 @@ class _Worker:
         """The script has ended by an error: another process takes this one's place, and its agent ends it."""
         self._over = True
         try:
-            cause = self._left(self._cause_of(part, error), error)
+            cause = self._left(part, error)
         except DeviceLost as lost:
             self._end_with_device(lost)
         self._leave(part.generation, cause)
@@ -278,7 +278,7 @@ class _Worker:
             if self._over:
                 raise
             # Whatever the user's code raises is a fault to report.
-            return self._left(self._cause_of(part, error), error)
+            return self._left(part, error)
         return None
 
     def _cause_of(self, part: m.Assigned, error: BaseException) -> m.Cause:
@@ -334,8 +334,12 @@ class _Worker:
         accelerator.wait_for_memory(MEMORY_DEADLINE_S)
         return "no-memory"
 
-    def _left(self, cause: m.Cause, error: BaseException) -> m.Cause:
-        """Out of the training function: let go of its frames, which hold activations and graphs."""
+    def _left(self, part: m.Assigned, error: BaseException) -> m.Cause:
+        """Out of the training function: let go of its frames, which hold activations and graphs.
+
+        Return why. Raises DeviceLost.
+        """
+        cause = self._cause_of(part, error)
         self._groups.abort()
         # Before the commit is waited for, of which the device may not have done its part.
         self._groups.wait_idle()
@@ -345,9 +349,10 @@ class _Worker:
             link.__traceback__ = None
             link = link.__context__
         sys.stdout.flush()
-        faults, generation = self._session.faults, self._groups.generation
+        faults = self._session.faults
         log.always(faults=faults)
-        logger.info("generation %s is left: %s%s", generation, cause.text or cause.kind, log.after(faults))
+        text = "generation %d is left: %s%s"
+        logger.info(text, part.generation, cause.text or cause.kind, log.after(faults))
         return cause
 
 

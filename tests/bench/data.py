@@ -67,7 +67,7 @@ def loaders(names: Sequence[str], steps: int, turns: int) -> list[dict[str, Any]
 
 
 def recovered(kind: str, turn: int) -> list[dict[str, Any]]:
-    """Of each recovery of a job: seconds that the newcomer waited for its first batch, and that all took."""
+    """Return, for each recovery, seconds until the newcomer's first batch, and in all."""
     with tempfile.TemporaryDirectory(prefix="ckptless-bench-") as folder:
         out = Path(folder)
         rows = "".join(json.dumps({"id": n}) + "\n" for n in range(SAMPLES))

@@ -20,7 +20,7 @@ def quantile(values: Sequence[float], part: float) -> float:
 
 
 def ratios(ones: Sequence[float], others: Sequence[float], digits: int = 2) -> str:
-    """What each is of the other of its pair: the median, the least and the most."""
+    """Return the ratios, pair by pair: the median, the least and the most."""
     found = [one / other for one, other in zip(ones, others, strict=True)]
     return (
         f"{statistics.median(found):.{digits}f} ({min(found):.{digits}f} to {max(found):.{digits}f})"
@@ -49,7 +49,7 @@ def cpu_s(pid: int) -> float:
 
 
 def load() -> float:
-    """Of this machine, in the last minute."""
+    """Return the load average of the last minute."""
     return os.getloadavg()[0]
 
 

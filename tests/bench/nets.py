@@ -61,7 +61,7 @@ class Nets:
 
 
 class Star(Nets):
-    """So many nodes at one switch: each sends, and is sent to, at its own rate."""
+    """Nodes at one switch: each sends, and is sent to, at its own rate."""
 
     def __init__(self, rates_mbit: list[int]) -> None:
         super().__init__(1, 0)

@@ -60,7 +60,7 @@ def turn(giver: Vault, getter: Vault, nbytes: int) -> dict[str, float]:
 
 
 def lines(rate_mbit: int, interfaces: int, mib: int, times: int) -> list[dict[str, Any]]:
-    """Of one line; the first transfer of a process, which makes the holder's memory, does not count."""
+    """Measure transfers over one line, but for a process's first, which makes the holder's memory."""
     nbytes, found = mib * MIB, []
     told = {"kind": "line", "rate_mbit": rate_mbit, "interfaces": interfaces, "nbytes": nbytes}
     with made(Nets(interfaces, rate_mbit)) as net, contextlib.ExitStack() as stack:
@@ -76,7 +76,7 @@ def lines(rate_mbit: int, interfaces: int, mib: int, times: int) -> list[dict[st
 
 
 def restores(most: int, mib: int, times: int) -> list[dict[str, Any]]:
-    """Of 1, 2, 4 ... holders, in turn; the node that gets it is a new process each time."""
+    """Measure restores from 1, 2, 4 ... holders, in turn; who gets one is a new process each time."""
     nbytes, found = mib * MIB, []
     counts = [k for k in (1, 2, 4, 8) if k <= most]
     with made(Star([HOLDER_MBIT] * most + [NEWCOMER_MBIT])) as net, contextlib.ExitStack() as stack:
@@ -145,7 +145,7 @@ def flow(other: Pair, copies: Pair | None) -> dict[str, float]:
 
 
 def transfers(ones: Sequence[Run]) -> tuple[object, ...]:
-    """What all transfers have: n, seconds, ratio, CPU, load."""
+    """Return the columns of all transfers: n, seconds, ratio, CPU, load."""
     took, plain = [one["s"] for one in ones], [one["plain_s"] for one in ones]
     per_gb = [
         statistics.median(one[name] / one["nbytes"] * 1e9 for one in ones)

@@ -34,7 +34,7 @@ class Figure:
     less: str = ""
 
     def value(self, row: Mapping[str, Any]) -> float:
-        """Of one size."""
+        """Return the figure of one size."""
         found: Any = row
         for name in self.path:
             found = found[name]

@@ -47,7 +47,7 @@ def payload_of(step: int, nbytes: int) -> bytes:
 
 
 class Inside:
-    """What a node does. Every answer is [seconds, this process's CPU seconds], or what it says."""
+    """One node's work. Every answer is [seconds, this process's CPU seconds], or what it says."""
 
     def __init__(self, number: int, addresses: list[str], nbytes: int, send_rate: float) -> None:
         self._node = Node(number, 1, addresses[0], Network(tuple(addresses), send_rate))

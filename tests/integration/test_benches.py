@@ -45,7 +45,7 @@ def rows(tmp_path: Path) -> Path:
 
 
 def told(kind: str, rows: Path, *, shared: bool) -> dict[str, float]:
-    """What the script says of a few batches; it checks that they are the right ones."""
+    """Return the script's figures of a few batches; it checks that they are the right ones."""
     command = [sys.executable, batches.__file__, kind, str(rows), str(RANKS), "10", str(int(shared))]
     done = subprocess.run(command, check=True, stdout=subprocess.PIPE, timeout=DEADLINE_S)
     found: dict[str, float] = json.loads(done.stdout)

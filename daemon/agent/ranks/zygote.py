@@ -97,7 +97,10 @@ def serve(connection: socket.socket, agent: int, *, ahead: bool) -> SpawnRequest
         job = _answer(connection, wire.decode_spawn(packet), fds, waiting)
         if job is not None:
             return job
-        waiting = None
+        if waiting is not None:
+            # Where its program could not be read nobody has got it: it ends.
+            waiting.connection.close()
+            waiting = None
 
 
 def _fork_ahead(connection: socket.socket, agent: int) -> Ahead | SpawnRequest | None:

@@ -70,7 +70,7 @@ class Try(Message, frozen=True, kw_only=True):
 
 
 class Probe(Message, frozen=True, kw_only=True):
-    """Of who dials: answer at once, or, with `bulk`, when the bytes that follow have come."""
+    """First word of a node that dials: answer now or, with `bulk`, when the bytes that follow have come."""
 
     bulk: bool = False
 
@@ -86,7 +86,7 @@ Said: TypeAlias = Here | Way | Probe | Try | Answer
 
 @dataclass(frozen=True)
 class Asked:
-    """What the command line asks for; `interface` None is that of the daemons."""
+    """The options of a run; `interface` None is that of the daemons."""
 
     interface: str | None
     mib: int

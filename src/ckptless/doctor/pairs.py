@@ -20,7 +20,7 @@ FEWEST = 2
 
 
 class Way(Message, frozen=True, kw_only=True):
-    """What one node of a pair did that dialled the other and sent; `error`: why it did not."""
+    """One direction of a pair: a node dialled the other and sent, so fast; `error`: why it could not."""
 
     mib_s: Measure = 0.0
     rtt_ms: Measure = 0.0

@@ -166,7 +166,7 @@ def product(device: str) -> str:
     numbers = [draw.randint(-LARGEST, LARGEST) for _ in range(2 * SIZE * SIZE)]
     left, right = torch.tensor(numbers, dtype=torch.float32).reshape(2, SIZE, SIZE).to(device)
     began = time.monotonic()
-    result = (left @ right).to("cpu", torch.int32)
+    result = (left @ right).to("cpu", torch.int32).contiguous()
     took_s = time.monotonic() - began
     # As bytes() a storage is read number by number, for seconds.
     digest = xxhash.xxh3_64_hexdigest(ctypes.string_at(result.data_ptr(), result.nbytes))

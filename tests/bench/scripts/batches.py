@@ -300,7 +300,7 @@ class Rank:
 
 
 def measure(kind: type[Ours | Theirs], place: Place, steps: int) -> dict[str, float]:
-    """Of all ranks: the first batch, batches a second and rank, memory, CPU time of a batch."""
+    """Measure, over all ranks, the first batch, batches a second and rank, memory, CPU time of a batch."""
     known = kind is not Streaming or place.shared
     crew = [
         Rank(lambda rank=rank: kind(place, rank), place.wanted(rank) if known else None)  # type: ignore[misc]
