@@ -96,7 +96,7 @@ mutants-named: $(STAMP)
 	$(BIN)/python -m tests.mutants.named
 
 # Thousands of simulated nodes: what they say to each other, and how long a recovery takes. Ten minutes.
-# All daemons of 12,500 nodes in one process take more than 24 GB; single ones are measured up to that.
+# All daemons of 12,500 nodes in one process would, as their memory grows, not fit into 24 GB; single ones are measured up to that.
 SIZES ?= 16 64 256 1024 4096 12500
 scale: $(STAMP)
 	$(BIN)/python -m tests.sim.scale $(filter-out 12500,$(SIZES)) --json docs/scale.json --plot docs/scale.png
