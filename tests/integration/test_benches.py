@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import mmap
 import os
 import subprocess
 import sys
@@ -55,9 +56,11 @@ def told(kind: str, rows: Path, *, shared: bool) -> dict[str, float]:
 @pytest.mark.parametrize("shared", [True, False])
 def test_a_node_has_what_all_its_ranks_want_once(rows: Path, shared: bool) -> None:
     ours = told("ckptless", rows, shared=shared)
-    ahead = (batches.PREFETCH + 4) * batches.ROW_NBYTES
+    # Those made ahead, the last two, and what a rank has taken and not told the agent of yet, which is of less
+    # than half a window; each in a file of its own, with a page before its rows.
+    most = batches.PREFETCH + 2 + batches.PREFETCH // 2 - 1
     assert ours["batches_nbytes"] >= batches.PREFETCH * batches.ROW_NBYTES
-    assert ours["batches_nbytes"] <= ahead * (1 if shared else RANKS)
+    assert ours["batches_nbytes"] <= most * (batches.ROW_NBYTES + mmap.PAGESIZE) * (1 if shared else RANKS)
     assert ours["batches_per_s"] > 0
 
 
