@@ -56,8 +56,8 @@ def told(kind: str, rows: Path, *, shared: bool) -> dict[str, float]:
 @pytest.mark.parametrize("shared", [True, False])
 def test_a_node_has_what_all_its_ranks_want_once(rows: Path, shared: bool) -> None:
     ours = told("ckptless", rows, shared=shared)
-    # Those made ahead, the last two, and what a rank has taken and not told the agent of yet, which is of less
-    # than half a window; each in a file of its own, with a page before its rows.
+    # Those made ahead, the last two, and those that a rank has taken and not told the agent of yet, which are
+    # less than half a window; each in a file of its own, with a page before its rows.
     most = batches.PREFETCH + 2 + batches.PREFETCH // 2 - 1
     assert ours["batches_nbytes"] >= batches.PREFETCH * batches.ROW_NBYTES
     assert ours["batches_nbytes"] <= most * (batches.ROW_NBYTES + mmap.PAGESIZE) * (1 if shared else RANKS)
