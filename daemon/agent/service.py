@@ -357,6 +357,9 @@ class Agent:
                 self._rank_processes.send(action.birth, action.message)
             case a.AssignRank():
                 self._assign_rank(action)
+            case a.PrepareRank():
+                part = self._state.assigned(action.assignment, action.rank)
+                self._rank_processes.send(action.birth, replace(part, ahead=True))
             case a.PrefetchState():
                 self._state.prefetch(action.rank)
             case a.FollowAssignment():

@@ -131,8 +131,13 @@ GROUPS: Mapping[str, Mapping[str, Meaning]] = {
         ),
         "node-returned": Meaning("A node that was given up is heard again. It stays out of this job"),
         "evicted": Meaning("A node was taken out, by `ckptctl evict` or by a health check"),
+        "prepares": Meaning("Spares build for the ranks that are about to leave a node; the others train"),
+        "not-prepared": Meaning(
+            "A spare raised while it built ahead, or took longer than `max_stall`: as after a fault, then",
+            "Its log says what it raised",
+        ),
         "leaves": Meaning(
-            "Ranks leave a node for a spare at a step's end, since it is not well or is drained"
+            "Ranks leave a node for a spare, with the newest step, since it is not well or is drained"
         ),
         "stays": Meaning(
             "A node is to be left, and its ranks stay, for the reason in the text", "It needs a spare"

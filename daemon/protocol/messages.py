@@ -44,6 +44,7 @@ from ckptless.daemon.protocol.limits import (
     Uid,
     Word,
 )
+from ckptless.daemon.protocol.model import WARM as WARM
 from ckptless.daemon.protocol.model import Assignment as Assignment
 from ckptless.daemon.protocol.model import Brought as Brought
 from ckptless.daemon.protocol.model import Call as Call
@@ -222,6 +223,16 @@ class Strike(Message, frozen=True, kw_only=True):
     drill: Drill
 
 
+class Prepare(Message, frozen=True, kw_only=True):
+    """Have the spares that get ranks in this assignment build for it, while `generation` goes on.
+
+    It is what the next generation is to be; nothing of it is agreed on, or told where the state is.
+    """
+
+    generation: Generation
+    assignment: Assignment
+
+
 class End(Message, frozen=True, kw_only=True):
     """The job is over, or (`here_only`) goes on without this node: end every process of it."""
 
@@ -248,7 +259,7 @@ Also where something holds its interpreter. SIGRTMAX - 3, as Linux has it. Its a
 """
 
 
-Order: TypeAlias = Stop | Assign | Go | Running | Release | Strike | End
+Order: TypeAlias = Stop | Assign | Go | Running | Release | Strike | Prepare | End
 
 
 class Draw(Message, frozen=True, kw_only=True):
@@ -322,6 +333,7 @@ class Assigned(Message, frozen=True, kw_only=True):
     number of ranks has committed the step that is restored, and this is what each of them had tensors of;
     empty where it was this one. `cut`: see Assignment. `sizes`: the numbers of ranks that the job may have,
     where it is elastic. `done_step`: see Assignment. `faults`: the ids of those that led here, for logs.
+    `ahead`: the others train yet, and this is what to build for; the same comes again when it is needed.
     """
 
     generation: Generation
@@ -340,6 +352,13 @@ class Assigned(Message, frozen=True, kw_only=True):
     sizes: Ranks = ()
     done_step: Step = 0
     faults: Annotated[tuple[Name, ...], OF_RANKS] = ()
+    ahead: bool = False
+
+
+class Prepared(Message, frozen=True, kw_only=True):
+    """Built for `generation`, which was told ahead, and ready to join it."""
+
+    generation: Generation
 
 
 class Left(Message, frozen=True, kw_only=True):
@@ -518,6 +537,7 @@ class Note(Clipped, Message, frozen=True, kw_only=True):
 
 FromRank: TypeAlias = (
     Hello
+    | Prepared
     | Left
     | Broken
     | Joined

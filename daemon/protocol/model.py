@@ -190,9 +190,23 @@ class NodeInfo(Value, frozen=True, kw_only=True):
 #   waiting   said Hello; a spare or replacement restored  groups and state are there, training
 #   assigned  told its rank                      finished  training function returned
 #   exited    ended; see `exit_code`
+#   preparing a spare that builds for a rank which it is about to get; prepared: it has
 Phase = Literal[
-    "empty", "starting", "waiting", "assigned", "left", "joined", "restored", "finished", "exited"
+    "empty",
+    "starting",
+    "waiting",
+    "preparing",
+    "prepared",
+    "assigned",
+    "left",
+    "joined",
+    "restored",
+    "finished",
+    "exited",
 ]
+
+# The phases of a spare that can take a rank at once.
+WARM: frozenset[Phase] = frozenset(("waiting", "preparing", "prepared"))
 
 
 Reuse = Literal["any", "going-on", "none"]

@@ -10,7 +10,7 @@ from collections.abc import Collection, Iterator, Sequence
 import msgspec
 
 from ckptless.daemon.protocol.errors import ProtocolError
-from ckptless.daemon.protocol.messages import Strike
+from ckptless.daemon.protocol.messages import Assignment, Prepare, Strike
 from ckptless.daemon.protocol.peers import messages as p
 from ckptless.daemon.protocol.peers.agreement import Decided, Decree, Promise, Propose
 from ckptless.daemon.protocol.peers.membership import Beat, Saw, Suspect
@@ -75,8 +75,8 @@ def _named(message: p.DaemonMessage) -> Iterator[int]:
             yield message.report.node
         case p.DrillAsked() if message.drill.node is not None:
             yield message.drill.node
-        case p.Ordered(order=Strike() as strike):
-            yield strike.place.node
+        case p.Ordered(order=Strike() | Prepare() as order):
+            yield from _of_order(order)
         case p.Meeting():
             yield from (report.node for report in message.reports)
             yield from (lost[0] for lost in message.standing.lost)
@@ -92,8 +92,19 @@ def _named(message: p.DaemonMessage) -> Iterator[int]:
             return
 
 
+def _of_order(order: Strike | Prepare) -> Iterator[int]:
+    if isinstance(order, Prepare):
+        yield from _of_assignment(order.assignment)
+    else:
+        yield order.place.node
+
+
 def _of_decree(decree: Decree) -> Iterator[int]:
     yield from decree.voters
     if decree.assignment is not None:
-        yield from {place.node for place in decree.assignment.places}
-        yield from (info.node for info in decree.assignment.nodes)
+        yield from _of_assignment(decree.assignment)
+
+
+def _of_assignment(assignment: Assignment) -> Iterator[int]:
+    yield from {place.node for place in assignment.places}
+    yield from (info.node for info in assignment.nodes)

@@ -169,6 +169,14 @@ class Session:
             self._news.wait_for(lambda: self._is_new(after) or 0 < after <= self._released)
             return self._assigned if self._is_new(after) else None
 
+    def wait_needed(self) -> m.Assigned:
+        """Return this rank's part once what it was told ahead has come; the others train until then."""
+        with self._news:
+            # no deadline: as for a spare; the agent ends a process that has built for something else
+            self._news.wait_for(lambda: self._assigned is not None and not self._assigned.ahead)
+            assert self._assigned is not None
+            return self._assigned
+
     def _is_new(self, after: int) -> bool:
         return self._assigned is not None and self._assigned.generation > after
 

@@ -319,23 +319,14 @@ class Run:
         """Begin a generation: what `ckptless.run` does before it calls the training function."""
         if self._part is None:
             self._was_spare = env.read().rank < 0
-        self._part, self._has_state, self._compared, self._commits = part, False, 0, 0
+        self._has_state, self._compared, self._commits = False, 0, 0
         self._exact = None
+        self._take(part)
         if self.exactly is not None:
             self.exactly.check_ranks(self._most_ranks)
-        log.always(rank=part.rank, generation=part.generation, faults=part.faults)
-        if part.faults:
-            going_on = (
-                f"goes on after step {part.restore_step}" if part.restore_step is not None else "begins"
-            )
-            text = "generation %d%s: rank %d %s"
-            logger.info(text, part.generation, log.after(part.faults), part.rank, going_on)
         self._on_recovery.clear()
         self._on_resize.clear()
-        job_key.learn(part.cache_key)
         compiling.tell(*self._page.compile_hooks)
-        self.loaders.enter(part)
-        env.become(part.rank, part.world_size, part.group_rank, part.store, part.ranks_per_root)
         if self._warmed is not None:
             # What was set just now is read for each group.
             self._warmed.look()
@@ -351,6 +342,26 @@ class Run:
         elif self._built is None:
             self._open(None)
         self._groups.begin_early(anew=part.restore_step is None)
+
+    def _take(self, part: m.Assigned) -> None:
+        """Have this part from here on."""
+        self._part = part
+        log.always(rank=part.rank, generation=part.generation, faults=part.faults)
+        if part.faults:
+            going_on = (
+                f"goes on after step {part.restore_step}" if part.restore_step is not None else "begins"
+            )
+            text = "generation %d%s: rank %d %s"
+            logger.info(text, part.generation, log.after(part.faults), part.rank, going_on)
+        job_key.learn(part.cache_key)
+        self.loaders.enter(part)
+        env.become(part.rank, part.world_size, part.group_rank, part.store, part.ranks_per_root)
+
+    def _wait_needed(self) -> None:
+        """Where this part was told ahead: it is built for, and the others train until it is needed."""
+        if self._assigned.ahead:
+            self._session.send(m.Prepared(generation=self.generation))
+            self._take(self._session.wait_needed())
 
     def _forget(self) -> None:
         """Let go of what was built for another number of ranks: there is no room for two states."""
@@ -438,7 +449,6 @@ class Run:
             return self._keep(build)
 
     def _keep(self, build: Callable[[], State]) -> State:
-        part = self._assigned
         if self._built is None:
             state = checked_state(build())
             if self._warmed is not None:
@@ -446,6 +456,8 @@ class Run:
             refuse(state)
             self._groups.mark()
             self._built = _Kept.of(state, self.rank, self.world_size)
+        self._wait_needed()
+        part = self._assigned
         if self.exactly is not None:
             share = Share(self.rank, self.world_size, self.exactly.virtual_ranks)
             self._exact = ExactSteps(self.exactly, self._kept.state, share, lambda: self._step)
@@ -859,6 +871,7 @@ class Run:
 
     def finish(self, *, waits: bool = True) -> None:
         """The training function has returned: wait for the others (if this one `waits`), who may need it."""
+        self._wait_needed()
         # no deadline: copies of memory, and the agent's answers; the control plane ends what hangs
         self._copying.wait()
         if self._has_state:

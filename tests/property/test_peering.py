@@ -203,6 +203,11 @@ def test_nothing_that_is_said_breaks_it(
     assert len(router._ways.keys() | router._newest.keys()) <= NODES
 
 
+def placed(node: int) -> m.Assignment:
+    places = (m.Place(node=node, slot=0),)
+    return m.Assignment(job=JOB, generation=2, term=1, leader=0, places=places, nodes=(), restore_step=None)
+
+
 LOST = m.Drill(kind="kill-agent", node=99, uid=0)
 
 
@@ -222,6 +227,7 @@ def gone(node: int) -> p.Gone:
             term=1,
             order=m.Strike(generation=1, place=m.Place(node=99, slot=0), drill=LOST),
         ),
+        p.Ordered(job=JOB, term=1, order=m.Prepare(generation=1, assignment=placed(99))),
         p.Agree(job=JOB, say=Decided(decree=Decree(index=1, voters=(99,)))),
         p.Relayed(job=JOB, origin=99, to=None, serial=1, clock_ms=1, hops=1, said=gone(1)),
         bundle(

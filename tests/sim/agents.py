@@ -191,7 +191,7 @@ class Agent:
         while self.core.out:
             self._carry_out(self.core.out.pop(0))
 
-    def _carry_out(self, action: a.Action) -> None:
+    def _carry_out(self, action: a.Action) -> None:  # noqa: PLR0912  # a line for each kind of action
         match action:
             case a.StartProcess():
                 fork_s = self.world.random.uniform(0.0, FORK_S)
@@ -205,6 +205,8 @@ class Agent:
             case a.AssignRank():
                 assert self.core.assignment is not None
                 self.processes[action.birth].assigned(self.core.assignment, action.rank)
+            case a.PrepareRank():
+                self.processes[action.birth].prepare(action.assignment, action.rank)
             case a.FollowAssignment():
                 self._follow(action.assignment)
             case a.StopAccepting():
@@ -297,7 +299,11 @@ class Agent:
             self.core.hello(process.birth, self.world.events.now)
             self._settle()
 
-    def says(self, process: Process, message: m.Left | m.Broken | m.Joined | m.Restored | m.Finished) -> None:
+    def says(
+        self,
+        process: Process,
+        message: m.Prepared | m.Left | m.Broken | m.Joined | m.Restored | m.Finished,
+    ) -> None:
         """A rank's own word on how far it is; of an old generation it is refused."""
         slot = self.core.occupied(process.birth)
         if slot is None or not self.sound:

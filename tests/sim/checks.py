@@ -317,6 +317,13 @@ class Checks:
         if any(process.part != here[0].part for process in here):
             self._fail(f"generation {here[0].generation} is two worlds: {[process.part for process in here]}")
 
+    def built_for(self, ahead: m.Assignment | None, its: int, part: m.Assignment, rank: int) -> None:
+        """A process that has built ahead gets the part that it has built for, or none."""
+        if ahead is None:
+            return
+        if (ahead.places, ahead.cut, its) != (part.places, part.cut, rank) or part.former is not None:
+            self._fail(f"rank {rank} of generation {part.generation} goes to one that has built for {its}")
+
     def restored(self, process: "Process") -> None:
         """A rank has its state back."""
         part = process.part

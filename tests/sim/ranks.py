@@ -11,6 +11,7 @@ if TYPE_CHECKING:
     from .world import World
 
 BROKEN_CHANCE = 0.6
+NOT_BUILT_CHANCE = 0.1
 # Of what a step may take at most, how much a long one does.
 LONG = 0.2, 0.4
 
@@ -39,6 +40,8 @@ class Process:
         self._cut = 0
         self._finished = 0
         self.part: m.Assignment | None = None
+        # What it was told to build for ahead.
+        self._ahead: m.Assignment | None = None
         self._next: m.Assignment | None = None
         # What it has cut anew of what another number of ranks had.
         self._recut = 0
@@ -86,12 +89,31 @@ class Process:
         if self.stuck or self.stopped:
             # As a spare it was no fault; from now on it is one.
             self.world.faulted("latent")
+        self.world.checks.built_for(self._ahead, self.rank, part, rank)
+        self._ahead = None
         self._next, self.rank = part, rank
         self._ended = max(self._ended, part.generation - 1)
         if self.inside:
             self._leave(m.Cause(kind="stop"))
         elif not self.stuck and not self.stopped:
             self._enter()
+
+    def prepare(self, ahead: m.Assignment, rank: int) -> None:
+        """Build for a rank that it is about to get; one in ten raises there."""
+        self._ahead, self.rank = ahead, rank
+        if self.world.random.random() < NOT_BUILT_CHANCE:
+            left = m.Left(
+                generation=ahead.generation, cause=m.Cause(kind="raised", text="it cannot be built")
+            )
+            self._later(0.005, 0.5, lambda: self.agent.says(self, left))
+        else:
+            self._later(0.005, 0.5, self._prepared)
+
+    def _prepared(self) -> None:
+        assert self._ahead is not None
+        self._built, self._cut = True, self._ahead.cut
+        self.world.prepared += 1
+        self.agent.says(self, m.Prepared(generation=self._ahead.generation))
 
     def stop(self, generation: int) -> None:
         """STOP frees the main thread, wherever it waits, unless it is stuck elsewhere."""

@@ -9,6 +9,8 @@ from typing import Any
 
 import pytest
 
+from tests.local.localrun import fault
+
 from .cluster.api import Cluster
 from .conftest import require_slurm
 from .training import YAML, Training, make_site
@@ -96,6 +98,27 @@ def test_ranks_leave_a_node_that_is_degraded_and_no_step_is_lost(site: Cluster) 
     states = {one["name"]: one["state"] for one in said["probes"]}
     assert (states["lamp"], states["disk"], states["command-check"]) == ("looks", "looks", "off")
     assert "kernel-log" not in states
+    job.ended()
+    job.same_bits()
+
+
+def test_the_others_train_while_a_spare_builds_for_the_rank_that_it_gets(site: Cluster) -> None:
+    job = Training(site, [fault("build", "hold", 1, often=True)], steps=150).submit()
+    job.trains()
+    hold = job.home / "out" / "hold"
+    hold.touch()
+    lamp(site, "node02", "link-down")
+    job.wait(lambda: told(job, "prepares"), "a spare builds")
+    assert told(job, "prepares") == ["node-4 builds for rank 1 before it leaves node-1"]
+    # For as long as it takes, and nobody waits for it.
+    at = job.newest()
+    job.wait(lambda: job.newest() >= at + 20, "the others train")
+    assert job.result().generations == {1}
+    assert told(job, "leaves") == []
+    hold.unlink()
+    job.wait(lambda: told(job, "evicted"), "its node is out")
+    assert job.result().generations == {1, 2}
+    assert [f for f in job.ledger().faults if f.job == job.run_name] == []
     job.ended()
     job.same_bits()
 

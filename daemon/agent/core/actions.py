@@ -54,6 +54,15 @@ class AssignRank:
 
 
 @dataclass(frozen=True)
+class PrepareRank:
+    """Tell a spare the rank that it is to get in an assignment that may come, so that it builds for it."""
+
+    birth: int
+    rank: int
+    assignment: m.Assignment
+
+
+@dataclass(frozen=True)
 class PrefetchState:
     """Get the state of a rank whose process is only being started."""
 
@@ -107,6 +116,7 @@ Action: TypeAlias = (
     | KillAgent
     | SendToRank
     | AssignRank
+    | PrepareRank
     | PrefetchState
     | FollowAssignment
     | StopAccepting

@@ -16,6 +16,7 @@ from ckptless.daemon.agent.core.actions import (
     NoteEvent,
     PauseProcess,
     PrefetchState,
+    PrepareRank,
     ReleaseReplicas,
     ReportState,
     SendToRank,
@@ -74,6 +75,8 @@ class AgentCore:
                         self.out.append(ReleaseReplicas())
             case m.Strike():
                 self._strike(order)
+            case m.Prepare():
+                self._prepare(order.assignment, now)
             case m.End():
                 self.out += [ReleaseReplicas(), EndJob(order.outcome, order.here_only)]
             case m.Running():
@@ -118,6 +121,19 @@ class AgentCore:
             pause = drill.kind == "pause-rank"
             self.out.append(PauseProcess(one.birth, drill.for_s) if pause else KillProcess(one.birth))
 
+    def _prepare(self, ahead: m.Assignment, now: float) -> None:
+        """Have spares build for the ranks that they are to get, where nothing has come between."""
+        current = self.assignment.generation if self.assignment is not None else None
+        if self.frozen is not None or current != ahead.generation - 1:
+            return
+        for slot in self.slots:
+            rank, one = ahead.rank_at(m.Place(node=self.node, slot=slot.index)), slot.living
+            if rank is not None and one is not None and slot.phase == "waiting":
+                one.ahead = ahead
+                slot.enter("preparing", ahead.generation, now)
+                self.out.append(PrepareRank(one.birth, rank, ahead))
+        self.out.append(ReportState())
+
     def _assign(self, assignment: m.Assignment, now: float) -> None:
         """Take the next generation: state first, then every slot as it says."""
         if self.assignment is not None and assignment.generation <= self.assignment.generation:
@@ -145,13 +161,23 @@ class AgentCore:
         place = m.Place(node=self.node, slot=slot.index)
         rank, one = assignment.rank_at(place), slot.living
         if rank is None:
-            if one is not None and one.lived:
+            if one is not None and one.ahead is not None:
+                # It has built for a generation that has not come.
+                self._retire(slot, one)
+                self._start(slot, None, now)
+            elif one is not None and one.lived:
                 self._retire(slot, one)
                 slot.enter("empty", assignment.generation, now)
             elif slot.phase == "empty" or (slot.phase == "exited" and place not in assignment.bad):
                 # Also where the rank has moved away from a process that has ended: the job may come back.
                 self._start(slot, None, now)
-        elif one is not None and one.hooked and keeps and place not in assignment.renew:
+        elif (
+            one is not None
+            and one.hooked
+            and keeps
+            and place not in assignment.renew
+            and one.fits(assignment)
+        ):
             self._give(slot, one, rank, now)
         else:
             if one is not None:
@@ -164,7 +190,7 @@ class AgentCore:
         assert self.assignment is not None
         slot.enter("assigned", self.assignment.generation, now)
         self.out.append(AssignRank(one.birth, rank, fresh=not one.lived))
-        one.lived = True
+        one.lived, one.ahead = True, None
 
     # ----------------------------------------------------------------- starts and ends of processes
 
@@ -280,10 +306,21 @@ class AgentCore:
         return False
 
     def advance(
-        self, slot: Slot, message: m.Left | m.Broken | m.Joined | m.Restored | m.Finished, now: float
+        self,
+        slot: Slot,
+        message: m.Prepared | m.Left | m.Broken | m.Joined | m.Restored | m.Finished,
+        now: float,
     ) -> None:
         """Take a rank's own word on how far it is; it is of the slot's generation."""
         match message:
+            case m.Prepared():
+                if slot.phase == "preparing":
+                    slot.enter("prepared", message.generation, now)
+            case m.Left() if (one := slot.occupant) is not None and one.ahead is not None:
+                # It cannot be entered again in the same generation; who comes in its place builds then.
+                self.out.append(NoteEvent("not-prepared", f"slot {slot.index}: {message.cause.text}"))
+                self._retire(slot, one)
+                self._start(slot, None, now)
             case m.Left():
                 assert slot.occupant is not None  # it has sent this
                 slot.occupant.reuse = message.reuse

@@ -5,7 +5,7 @@ from dataclasses import dataclass
 
 from msgspec.structs import replace
 
-from ckptless.daemon.protocol.messages import Cause, Pace, Phase, Reuse, SlotState, Spent, Still
+from ckptless.daemon.protocol.messages import Assignment, Cause, Pace, Phase, Reuse, SlotState, Spent, Still
 from ckptless.daemon.protocol.page import MOST_S
 
 
@@ -15,7 +15,8 @@ class Occupant:
 
     `hooked`: it has said Hello. `lived`: it has been given a rank. `released`: its training is over, so it
     owes no answer any more. `retired`: its agent ends, so its death is no fault. `hung`: why it was
-    killed. `heard_at`: when it was heard last. `reuse`: what it is good for, now that it has left.
+    killed. `heard_at`: when it was heard last. `reuse`: what it is good for, now that it has left. `ahead`:
+    the assignment that it builds for, of which nobody knows yet whether it comes.
     """
 
     slot: int
@@ -29,6 +30,17 @@ class Occupant:
     retired: bool = False
     hung: str = ""
     reuse: Reuse = "any"
+    ahead: Assignment | None = None
+
+    def fits(self, assignment: Assignment) -> bool:
+        """Whether what it has built is what this assignment wants, if it was told to build ahead."""
+        ahead = self.ahead
+        return ahead is None or (
+            (ahead.generation, ahead.cut, ahead.places)
+            == (assignment.generation, assignment.cut, assignment.places)
+            and assignment.former is None
+            and assignment.restore_step is not None
+        )
 
 
 @dataclass

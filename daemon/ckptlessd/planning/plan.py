@@ -184,6 +184,32 @@ def next_assignment(now: Situation) -> Assignment:
     )
 
 
+def ahead_of(now: Situation) -> Assignment | None:
+    """Return the next generation as far as those need it who build for it, before the present one stops.
+
+    None where it is of another number of ranks, for which all build anew; and where there is none.
+    """
+    try:
+        places = _places(now, _answer_all(now))
+    except NoPlanError:
+        return None
+    if len(places) != len(now.current.places):
+        return None
+    return structs.replace(
+        now.current,
+        generation=now.current.generation + 1,
+        term=now.term,
+        leader=now.leader,
+        places=places,
+        nodes=_infos(now.nodes),
+        restore_step=now.progress,
+        former=None,
+        renew=(),
+        faults=(),
+        rung="spare",
+    )
+
+
 # ------------------------------------------------------------------------------------- the ladder
 
 

@@ -5,7 +5,7 @@ from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass
 
 from ckptless.daemon.ckptlessd.planning.faults import NodeView
-from ckptless.daemon.protocol.messages import Assignment, Place
+from ckptless.daemon.protocol.messages import WARM, Assignment, Place
 from ckptless.daemon.replication.failure_domains import domain_of
 
 Free = dict[int, list[int]]
@@ -63,7 +63,7 @@ class Seats:
         one whose process has ended, or is just being started.
         """
         state = self.nodes[node].slot(slot)
-        return state is not None and state.phase == "waiting"
+        return state is not None and state.phase in WARM
 
 
 def remove(free: Free, places: Collection[Place]) -> None:

@@ -180,6 +180,9 @@ class Following:
             elif order.place.node == job.me:
                 job.out.append(CutNetwork(order.drill.for_s))
             return
+        if isinstance(order, m.Prepare):
+            job.out.append(ToAgent(order))
+            return
         if kind is self._obeyed and job.follows:
             # Said again: what this node has reported since may be what the leader waits for.
             self.tell_leader()

@@ -101,6 +101,7 @@ class Leading:
         self.drawing.look(job.spec, progress.assignment, now)
         if job.stage != "stopping":
             self._watch(progress, job.spec.limits, now)
+            self._prepare(now)
             self._advance(progress, now)
         if job.stage == "stopping":
             self._replan(progress, job.spec, now)
@@ -204,12 +205,19 @@ class Leading:
             self._stop(assignment, _what(findings[0]), now, findings[0].age_s, _hanging(findings))
         elif parted is not None:
             self._stop(assignment, parted, now)
-        elif (left := self.leaving.due(assignment, now)) is not None:
+        elif (left := self.leaving.due(assignment, self.step, now)) is not None:
             self._stop(assignment, left, now)
         elif (resized := self.sizes.due(assignment, now)) is not None:
             self._stop(assignment, resized, now)
         elif progress.disputed:
             self._stop(assignment, "another leader has stopped it, too", now)
+
+    def _prepare(self, now: float) -> None:
+        """Have spares build for the ranks that are about to leave a node."""
+        if (order := self.leaving.order) is not None:
+            self.leaving.order = None
+            self.job.out.append(Broadcast(self.job.term, order))
+            self.following.obey(order, now)
 
     def _part(self, assignment: m.Assignment, limits: m.Limits, now: float) -> str | None:
         """Give up one of two nodes that cannot reach each other; why that stops the generation by itself."""

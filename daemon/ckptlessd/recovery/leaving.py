@@ -1,10 +1,11 @@
 """Pure: when the leader has a job leave a node that lives: one that is not well, slow, or wanted by others.
 
 One node at a time, and only while the job trains: it must be able to go on without each. Of a node whose
-memory is trusted the ranks move with their newest state, and it is out once it has none; one
-that is to be left at once counts as lost.
+memory is trusted the ranks move with their newest state, and it is out once it has none; one that is to be
+left at once counts as lost. Spares build for the ranks that they are to get before anybody stops.
 """
 
+from collections.abc import Iterable
 from dataclasses import dataclass, field, replace
 
 from ckptless.daemon.ckptlessd.planning import plan
@@ -14,17 +15,34 @@ from ckptless.daemon.ckptlessd.recovery.events import Leave, NodeLost
 from ckptless.daemon.ckptlessd.recovery.job_state import JobState
 from ckptless.daemon.ckptlessd.recovery.sizes import LOOK_S
 from ckptless.daemon.protocol import messages as m
+from ckptless.daemon.protocol.messages import WARM
+
+# The order to build ahead is said again after so long to those that have not begun.
+REPEAT_S = 1.0
+
+
+@dataclass
+class _Ahead:
+    """What spares were told to build for, so that the ranks of `node` can leave it: at `since_s`."""
+
+    node: int
+    assignment: m.Assignment
+    newcomers: tuple[m.Place, ...]
+    since_s: float
+    said_s: float
 
 
 @dataclass
 class Leaving:
     """The nodes that are to be left, as far as one reign has dealt with them.
 
-    `nodes`: the generation was stopped so that the next one has no ranks there.
+    `nodes`: the generation was stopped so that the next one has no ranks there. `order`: to be said to all.
     """
 
     job: JobState
     nodes: frozenset[int] = frozenset()
+    order: m.Prepare | None = None
+    _ahead: _Ahead | None = None
     _looked_s: float = -LOOK_S
     # Why nodes stay, as it was told last.
     _told: dict[int, str] = field(default_factory=dict)
@@ -32,18 +50,25 @@ class Leaving:
     def begin(self) -> None:
         """Begin to lead."""
         self.nodes, self._looked_s = frozenset(), -LOOK_S
+        self.order = self._ahead = None
         # What an earlier reign has heard of Slurm, and found out.
         self.job.drained.clear()
         self.job.slow.clear()
 
-    def due(self, assignment: m.Assignment, now: float) -> str | None:
-        """Return why a generation that trains is to be stopped: its ranks leave a node; None: it goes on."""
+    def due(self, assignment: m.Assignment, step: int, now: float) -> str | None:
+        """Return why a generation that trains is to be stopped: its ranks leave a node; None: it goes on.
+
+        `step`: the newest that any rank has committed.
+        """
         job = self.job
         nodes = {**job.slow, **job.drained, **job.unwell}
         if not nodes or job.stage != "running" or now - self._looked_s < LOOK_S:
             return None
         self._looked_s = now
-        for node, leave in sorted(nodes.items()):
+        # Nobody is to move to a node that is not well either, and what cannot be trusted is not waited with.
+        order = lambda node: (not nodes[node].at_once, bool(assignment.ranks_on(node)), node)  # noqa: E731
+        for node in sorted(nodes, key=order):
+            leave = nodes[node]
             view = job.nodes.get(node)
             if view is None or not view.usable:
                 continue
@@ -54,6 +79,8 @@ class Leaving:
             if leave.at_once or not assignment.ranks_on(node):
                 job.lose(NodeLost(node, leave.reason, 0.0, source=leave.source))
                 job.meet()
+                return None
+            if self._prepares(assignment, node, step, now):
                 return None
             self.nodes = frozenset((node,))
             text = f"its ranks leave node-{node}, which is {leave.reason}"
@@ -74,6 +101,51 @@ class Leaving:
     def decided(self) -> None:
         """There is a new generation."""
         self.nodes = frozenset()
+        self.order = self._ahead = None
+
+    def _prepares(self, assignment: m.Assignment, node: int, step: int, now: float) -> bool:
+        """Whether spares still build for the ranks that leave a node; they are told to, once."""
+        job, ahead = self.job, self._ahead
+        assert job.spec is not None
+        if ahead is None or (ahead.node, ahead.assignment.generation) != (node, assignment.generation + 1):
+            ahead = self._ahead = self._begin_ahead(assignment, node, step, now)
+            if ahead is None:
+                return False
+        phases = self._phases(ahead.newcomers)
+        if not phases <= WARM or phases == {"prepared"}:
+            return False
+        if now - ahead.since_s >= job.spec.limits.stall_s:
+            text = f"who is to get the ranks of node-{node} was not ready in {job.spec.limits.stall_s:g} s"
+            job.tell(Line("warning", "not-prepared", text), now)
+            return False
+        if "waiting" in phases and now - ahead.said_s >= REPEAT_S:
+            self.order = m.Prepare(generation=assignment.generation, assignment=ahead.assignment)
+            ahead.said_s = now
+        return True
+
+    def _begin_ahead(self, assignment: m.Assignment, node: int, step: int, now: float) -> _Ahead | None:
+        """Return who is to build for what, with the order to do it; None: that would be of no use."""
+        job = self.job
+        assert job.spec is not None
+        known = (job.spec, job.nodes, assignment, (), step, job.term, job.me, now)
+        situation = plan.Situation(*known, wanted=job.wanted, leaving=frozenset((node,)))
+        if (following := plan.ahead_of(situation)) is None:
+            return None
+        newcomers = tuple(sorted({*following.places} - {*assignment.places}))
+        # One that is only being started joins when it can, as after a fault.
+        if self._phases(newcomers) != {"waiting"}:
+            return None
+        self.order = m.Prepare(generation=assignment.generation, assignment=following)
+        ranks = sorted(rank for rank, place in enumerate(following.places) if place in newcomers)
+        names = sorted({f"node-{place.node}" for place in newcomers})
+        text = f"{', '.join(names)} builds for rank {', '.join(map(str, ranks))} before it leaves node-{node}"
+        job.announce(Line("info", "prepares", text), now)
+        return _Ahead(node, following, newcomers, now, now)
+
+    def _phases(self, places: Iterable[m.Place]) -> set[m.Phase | None]:
+        """Return the phases of these slots, None of one that is not heard of."""
+        slots = [self.job.nodes[place.node].slot(place.slot) for place in places]
+        return {slot.phase if slot is not None else None for slot in slots}
 
     def _stays(self, assignment: m.Assignment, node: int, leave: Leave) -> str | None:
         """Return why the job cannot go on without the node, or None."""

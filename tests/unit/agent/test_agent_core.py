@@ -133,6 +133,74 @@ def test_a_spare_waits_and_is_fresh_when_it_gets_a_rank(node: Node) -> None:
     assert a.AssignRank(births[1], 2, fresh=True) in node.assign(assignment(2, place(0), place(1)))
 
 
+def prepares(node: Node) -> tuple[int, m.Assignment]:
+    """Its spare, in slot 1, builds for rank 2 of generation 2; return its birth, too."""
+    births = node.train(assignment(1, place(0), place(0, 2)))
+    ahead = assignment(2, place(0), place(1), restore_step=5)
+    said = node.obey(m.Prepare(generation=1, assignment=ahead))
+    assert said == [a.PrepareRank(births[1], 2, ahead), a.ReportState(soon=False)]
+    assert node.phases() == ["assigned", "preparing"]
+    return births[1], ahead
+
+
+def test_a_spare_builds_ahead_and_gets_what_it_has_built_for(node: Node) -> None:
+    birth, ahead = prepares(node)
+    # Said again, it changes nothing.
+    assert kinds(node.obey(m.Prepare(generation=1, assignment=ahead))) == ["ReportState"]
+    node.core.advance(node.core.slots[1], m.Prepared(generation=2), node.now)
+    assert node.phases() == ["assigned", "prepared"]
+    node.obey(m.Stop(generation=1, reason="it moves"))
+    # It is in no generation that could be stopped.
+    assert node.phases()[1] == "prepared"
+    said = node.assign(structs.replace(ahead, restore_step=9))
+    assert a.AssignRank(birth, 2, fresh=True) in said
+    assert not node.births(said)
+    node.core.advance(node.core.slots[1], m.Prepared(generation=2), node.now)
+    assert node.phases()[1] == "assigned"
+
+
+@pytest.mark.parametrize(
+    "comes",
+    [
+        assignment(2, place(1), place(0), restore_step=5),
+        assignment(2, place(0), restore_step=5),
+        assignment(2, place(0), place(1)),
+        assignment(3, place(0), place(1), restore_step=5),
+        structs.replace(assignment(2, place(0), place(1), restore_step=5), cut=2),
+    ],
+)
+def test_one_that_has_built_for_what_does_not_come_is_replaced(node: Node, comes: m.Assignment) -> None:
+    birth, _ahead = prepares(node)
+    said = node.assign(comes)
+    assert a.KillProcess(birth) in said
+    assert not any(isinstance(one, a.AssignRank) and one.birth == birth for one in said)
+    (start,) = (one for one in said if isinstance(one, a.StartProcess) and one.slot == 1)
+    assert start.birth != birth
+
+
+def test_one_that_raises_while_it_builds_is_replaced_by_a_spare(node: Node) -> None:
+    birth, _ahead = prepares(node)
+    cause = m.Cause(kind="raised", text="ValueError: x")
+    node.core.advance(node.core.slots[1], m.Left(generation=2, cause=cause), node.now)
+    said = node.out()
+    assert kinds(said) == ["NoteEvent", "KillProcess", "StartProcess", "ReportState"]
+    assert (said[1], said[2]) == (a.KillProcess(birth), a.StartProcess(1, birth + 1, None))
+    assert node.phases()[1] == "starting"
+
+
+@pytest.mark.parametrize("late", ["stopped", "another generation", "starting"])
+def test_nobody_builds_ahead_for_what_cannot_come(node: Node, late: str) -> None:
+    if late == "starting":
+        node.births(node.assign(assignment(1, place(0))))
+    else:
+        node.train(assignment(1, place(0)))
+    if late == "stopped":
+        node.obey(m.Stop(generation=1, reason="a fault"))
+    ahead = assignment(3 if late == "another generation" else 2, place(0), place(1), restore_step=5)
+    said = node.obey(m.Prepare(generation=ahead.generation - 1, assignment=ahead))
+    assert "PrepareRank" not in kinds(said)
+
+
 @pytest.mark.parametrize("generation", [1, 2])
 def test_an_assignment_that_is_not_newer_changes_nothing(node: Node, generation: int) -> None:
     node.train(assignment(2, place(0)))

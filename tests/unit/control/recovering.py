@@ -32,6 +32,8 @@ class Job:
         still: m.Still | None = None,
         allowed_s: float | None = None,
         pace: m.Pace | None = None,
+        spare: m.Phase = "waiting",
+        step: int | None = None,
     ) -> Heard:
         self.seq += 1
         assignment = self.node.control.job.assignment
@@ -39,10 +41,10 @@ class Job:
         generation = assignment.generation
         slot = m.SlotState(
             slot=0,
-            phase=phase if assignment.ranks_on(node) else "waiting",
+            phase=phase if assignment.ranks_on(node) else spare,
             generation=generation,
             hooked=hooked,
-            step=STEP + stepped,
+            step=STEP + stepped if step is None else step,
             stepped=stepped,
             still=still,
             allowed_s=allowed_s,

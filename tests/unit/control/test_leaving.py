@@ -31,6 +31,19 @@ def told(job: Job, kind: str) -> list[str]:
     return [row.text for row in rows if row.kind == kind]
 
 
+def ahead(job: Job) -> list[m.Assignment]:
+    """What spares were told to build for."""
+    return [order.assignment for order in job.node.told.orders if isinstance(order, m.Prepare)]
+
+
+def builds(job: Job) -> None:
+    """The spare is told to build, and has built."""
+    job.node.wait(0.5)
+    assert stops(job) == []
+    job.say(3, "waiting", spare="prepared")
+    job.node.wait(0.5)
+
+
 def stops(job: Job) -> list[str]:
     return [order.reason for order in job.node.told.orders if isinstance(order, m.Stop)]
 
@@ -51,7 +64,7 @@ def trains_again(job: Job) -> None:
 def test_ranks_move_first_and_their_node_is_out_once_it_has_none() -> None:
     job = Job()
     job.node.feed(says(1, FAN))
-    job.node.wait(0.5)
+    builds(job)
     assert stops(job) == ["its ranks leave node-1, which is unwell (a fan)"]
     assert job.lost == []
     job.freeze(0, 2, 3)
@@ -137,7 +150,7 @@ def test_its_own_daemon_s_word_reaches_the_leader_with_where_it_stands() -> None
 def test_nodes_that_slurm_drains_are_left_too_by_the_leader_s_own_word() -> None:
     job = Job()
     job.node.feed(e.Drained({2: ADMINS}))
-    job.node.wait(0.5)
+    builds(job)
     assert stops(job) == ["its ranks leave node-2, which is drained in Slurm: new cables"]
     job.node.feed(e.Drained({}))
     assert job.node.control.job.drained == {}
@@ -162,7 +175,7 @@ def test_nobody_leaves_in_the_middle_of_a_recovery() -> None:
 def test_where_the_spare_is_lost_meanwhile_its_ranks_stay() -> None:
     job = Job()
     job.node.feed(says(1, FAN))
-    job.node.wait(0.5)
+    builds(job)
     assert job.stage() == "stopping"
     job.node.feed(lost_by(3, "its agent is gone"))
     job.freeze(0, 2)
@@ -173,7 +186,7 @@ def test_where_the_spare_is_lost_meanwhile_its_ranks_stay() -> None:
 def test_a_fault_beside_it_is_answered_in_the_same_plan() -> None:
     job = Job()
     job.node.feed(says(2, FAN))
-    job.node.wait(0.5)
+    builds(job)
     job.freeze(0, 1, 2, 3)  # rank 1 has raised
     assert (job.generation, places(job)) == (2, [0, 1, 3])
     assignment = job.node.control.job.assignment
@@ -185,7 +198,7 @@ def test_a_rank_that_stays_slow_moves_to_a_spare() -> None:
     job = Job()
     job.node.control.job.move_stragglers = 2
     steps = 0
-    while not stops(job):
+    while not ahead(job):
         steps += 1
         assert steps < 20
         for node in range(3):
@@ -194,9 +207,98 @@ def test_a_rank_that_stays_slow_moves_to_a_spare() -> None:
             job.say(node, "restored", pace=pace)
         job.node.wait(0.5)
     assert steps == STRIKES + 2
+    builds(job)
     assert stops(job) == [
         "its ranks leave node-1, which is unwell (rank 1 holds up the others: +50 %, compute)"
     ]
     job.freeze(0, 2, 3)
     job.say(1, "left", frozen=True)
     assert (job.generation, places(job)) == (2, [0, 3, 2])
+
+
+def test_what_a_spare_builds_for_is_what_comes() -> None:
+    job = Job()
+    job.node.feed(says(1, FAN))
+    job.node.wait(0.5)
+    (told_ahead,) = ahead(job)
+    # Nothing stops meanwhile, and it is said again only to one that has not begun.
+    job.say(3, "waiting", spare="preparing")
+    job.node.wait(10.0)
+    assert (job.stage(), ahead(job)) == ("running", [told_ahead])
+    job.say(3, "waiting", spare="prepared")
+    job.node.wait(0.5)
+    job.freeze(0, 2, 3)
+    job.say(1, "left", frozen=True)
+    comes = job.node.control.job.assignment
+    assert comes is not None
+    assert (told_ahead.generation, told_ahead.places, told_ahead.cut) == (2, comes.places, comes.cut)
+
+
+def test_one_that_has_not_heard_is_told_again() -> None:
+    job = Job()
+    job.node.feed(says(1, FAN))
+    job.node.wait(3.5)
+    assert len(ahead(job)) in (3, 4)
+    assert len({told_ahead.places for told_ahead in ahead(job)}) == 1
+
+
+@pytest.mark.parametrize("phase", ["exited", "starting", "empty"])
+def test_a_spare_that_dies_while_it_builds_is_not_waited_for(phase: m.Phase) -> None:
+    job = Job()
+    job.node.feed(says(1, FAN))
+    job.node.wait(0.5)
+    assert stops(job) == []
+    job.say(3, "waiting", spare=phase)
+    job.node.wait(0.5)
+    assert stops(job) != []
+
+
+def test_a_spare_that_is_only_being_started_is_not_waited_for() -> None:
+    job = Job()
+    job.say(3, "waiting", spare="starting")
+    job.node.feed(says(1, FAN))
+    job.node.wait(0.5)
+    assert (ahead(job), len(stops(job))) == ([], 1)
+
+
+def test_a_spare_that_builds_for_too_long_is_not_waited_for() -> None:
+    job = Job()
+    job.node.feed(says(1, FAN))
+    job.say(3, "waiting", spare="preparing")
+    assert job.node.control.job.spec is not None
+    stall_s = job.node.control.job.spec.limits.stall_s
+    job.node.wait(stall_s - 1.0)
+    assert stops(job) == []
+    job.say(0, "restored", step=1000)
+    job.node.wait(2.0)
+    assert stops(job) == ["its ranks leave node-1, which is unwell (a fan)"]
+    (text,) = told(job, "not-prepared")
+    assert text == f"who is to get the ranks of node-1 was not ready in {stall_s:g} s"
+
+
+def test_a_fault_meanwhile_is_answered_and_the_spare_is_told_anew() -> None:
+    job = Job()
+    job.node.feed(says(1, FAN))
+    job.node.wait(0.5)
+    job.raises()
+    assert job.stage() == "stopping"
+    job.freeze(0, 1, 2, 3)
+    # It moves with that, or it does not, but nobody waits.
+    assert job.generation == 2
+
+
+def test_what_cannot_be_trusted_does_not_wait_for_what_is_slow() -> None:
+    job = Job()
+    job.node.feed(says(1, FAN))
+    job.node.wait(0.5)
+    job.node.feed(says(2, AT_ONCE))
+    job.node.wait(0.5)
+    assert job.lost == [2]
+
+
+def test_nobody_moves_to_a_node_that_is_to_be_left_itself() -> None:
+    job = Job()
+    job.node.feed(e.Drained({1: ADMINS, 3: ADMINS}))
+    job.node.wait(2.0)
+    assert (job.lost, ahead(job), stops(job)) == ([3], [], [])
+    assert told(job, "stays")[-1].startswith("node-1 is to be left")
