@@ -47,6 +47,18 @@ HEALTH: tuple[Named, ...] = (
         f"{RECOVERY}/leaving.py",
         "unit/control/test_leaving.py",
         (
+            "ranks leave before the spare has built",
+            'phases == {"prepared"}',
+            '"preparing" in phases',
+            "test_what_a_spare_builds_for_is_what_comes",
+        ),
+        (
+            "a spare that is dead is waited for",
+            "if not phases <= WARM or",
+            "if",
+            "test_a_spare_that_dies_while_it_builds_is_not_waited_for",
+        ),
+        (
             "a node is left in the middle of a recovery",
             'job.stage != "running" or ',
             "",

@@ -36,11 +36,14 @@ class SocketFolder:
         _sweep()
         while True:
             self.path = Path(tempfile.mkdtemp(prefix=_prefix(label), dir=ROOT))
-            self._fd = os.open(self.path, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC)
-            fcntl.flock(self._fd, fcntl.LOCK_EX)
-            if _is_at(self._fd, self.path):
-                return
-            os.close(self._fd)  # another start has taken it for one that is not used
+            # Another start may take it for one that is not used, before it is open or is locked; and
+            # somebody else may then take its name.
+            with contextlib.suppress(FileNotFoundError, NotADirectoryError, PermissionError):
+                self._fd = os.open(self.path, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC | os.O_NOFOLLOW)
+                fcntl.flock(self._fd, fcntl.LOCK_EX)
+                if _is_at(self._fd, self.path) and _is_ours(os.fstat(self._fd)):
+                    return
+                os.close(self._fd)
 
     def socket(self, name: str) -> str:
         """The path of a socket in it."""
@@ -111,9 +114,13 @@ def _ours(prefix: str) -> Iterator[Path]:
         if not path.name.startswith(prefix):
             continue
         with contextlib.suppress(OSError):
-            found = path.lstat()
-            if stat.S_ISDIR(found.st_mode) and found.st_uid == os.getuid() and not found.st_mode & 0o077:
+            if _is_ours(path.lstat()):
                 yield path
+
+
+def _is_ours(found: os.stat_result) -> bool:
+    """Whether it is a folder of this user's, which nobody else can open."""
+    return stat.S_ISDIR(found.st_mode) and found.st_uid == os.getuid() and not found.st_mode & 0o077
 
 
 def _sweep() -> None:

@@ -10,8 +10,10 @@ import signal
 import stat
 import subprocess
 import sys
-from collections.abc import Iterator
+import tempfile
+from collections.abc import Callable, Iterator
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -89,6 +91,46 @@ def test_one_that_is_swept_and_replaced_before_it_is_locked_is_not_used(
         assert folder.path != taken[0]
         assert folder.path.stat().st_uid == os.getuid()
     shutil.rmtree(taken[0])
+
+
+def link_to(path: Path) -> None:
+    path.symlink_to(path.parent)
+
+
+def private_of_a_stranger(path: Path) -> None:
+    path.mkdir(mode=0o700)
+    if os.geteuid() == 0:
+        os.chown(path, STRANGER, STRANGER)
+    else:
+        path.chmod(0o777)
+
+
+@pytest.mark.parametrize("then", [None, a_stranger_makes, private_of_a_stranger, link_to, Path.touch])
+def test_one_that_is_swept_before_it_is_open_is_not_used(
+    root: Path, monkeypatch: pytest.MonkeyPatch, then: Callable[[Path], None] | None
+) -> None:
+    taken: list[Path] = []
+
+    def made(**words: Any) -> str:
+        path = Path(mkdtemp(**words))
+        if not taken:
+            taken.append(path)
+            path.rmdir()
+            if then is not None:
+                then(path)
+        return str(path)
+
+    mkdtemp = tempfile.mkdtemp
+    monkeypatch.setattr(tempfile, "mkdtemp", made)
+    fds = set(os.listdir("/proc/self/fd"))  # noqa: PTH208
+    with contextlib.closing(SocketFolder("7")) as folder:
+        assert folder.path != taken[0]
+        assert folder.path.is_dir()
+        assert folder.path.stat().st_uid == os.getuid()
+    assert set(os.listdir("/proc/self/fd")) == fds  # noqa: PTH208
+    if taken[0].is_symlink() or taken[0].is_file():
+        taken[0].unlink()
+    shutil.rmtree(taken[0], ignore_errors=True)
 
 
 def test_one_that_is_replaced_while_it_is_swept_stays(root: Path, monkeypatch: pytest.MonkeyPatch) -> None:
