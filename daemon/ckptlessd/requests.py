@@ -12,7 +12,7 @@ from typing import Literal
 
 from ckptless.daemon.ckptlessd.job_host import JobHost
 from ckptless.daemon.ckptlessd.recovery import eviction
-from ckptless.daemon.ckptlessd.recovery.events import NodeLost
+from ckptless.daemon.ckptlessd.recovery.events import Leave, NodeLost
 from ckptless.daemon.ckptlessd.recovery.job_state import JobState
 from ckptless.daemon.protocol.limits import MOST_RANKS
 from ckptless.daemon.protocol.messages import PROTOCOL, Drill, Wish
@@ -63,8 +63,21 @@ def _evict(run: JobHost, asked: Evict, uid: int) -> Evicted:
     reason = f": {asked.reason}" if asked.reason else ""
     by = f"uid {uid}" if asked.source == "operator" else f"a health check (uid {uid})"
     what = f"{GIVEN_BACK} by" if asked.give_back else "taken out by"
+    if asked.planned and _can_move(control):
+        if node in control.asked:
+            text = f"{names[node]} is about to leave: {control.asked[node].reason}"
+            return Evicted(verdict="already", node=node, text=text)
+        run.session.leave(node, Leave(f"{what} {by}{reason}", asked.source, shrink=True))
+        text = f"{names[node]} leaves job {run.job} once its ranks have moved"
+        return Evicted(verdict="accepted", node=node, text=text)
     run.session.lose(NodeLost(node, f"{what} {by}{reason}", 0.0, source=asked.source))
     return Evicted(verdict="accepted", node=node, text=f"{names[node]} is taken out of job {run.job}")
+
+
+def _can_move(control: JobState) -> bool:
+    """Whether ranks go on elsewhere with their state: those of a script with hooks; all nodes' are alike."""
+    state = control.nodes[control.me].state
+    return state is not None and any(slot.hooked for slot in state.slots)
 
 
 def drill(jobs: Iterable[JobHost], asked: DrillJob, uid: int) -> Drilled:

@@ -173,6 +173,11 @@ class JobSession:
         )
         self.say(None, told)
 
+    def leave(self, node: int, leave: e.Leave) -> None:
+        """Somebody wants the job to leave a node; whoever leads has it done."""
+        self.feed(e.LeaveAsked(node, leave))
+        self.say(None, p.LeaveAsked(job=self.job, node=node, leave=leave))
+
     def lose_agent(self, reason: str, age_s: float) -> None:
         """This node's agent is gone, and the node with it; that may be a drill."""
         me, control = self.control.me, self.control
@@ -242,6 +247,8 @@ class JobSession:
                         message.node, message.reason, message.age_s, message.dark, source=message.source
                     ),
                 )
+            case p.LeaveAsked():
+                return (e.LeaveAsked(message.node, message.leave),)
             case p.DrillAsked():
                 return (e.DrillAsked(node, message.drill, message.left_s),)
             case p.Rows():

@@ -70,6 +70,7 @@ class Evict(Message, frozen=True, kw_only=True):
 
     `job` is a run, or the number of a Slurm job with one run. `node` is its name, or its number in the job.
     `force`: also where its ranks have no spare to go to, so that the job ends. `give_back`: Slurm gets it.
+    `planned`: its ranks move first, with its state.
     """
 
     protocol: Protocol
@@ -79,6 +80,7 @@ class Evict(Message, frozen=True, kw_only=True):
     reason: Annotated[str, Meta(max_length=MAX_REASON)] = ""
     force: bool = False
     give_back: bool = False
+    planned: bool = False
 
 
 class Evicted(Clipped, Message, frozen=True, kw_only=True):

@@ -67,7 +67,7 @@ def check_nodes(message: p.DaemonMessage, nodes: Collection[int]) -> None:
 
 def _named(message: p.DaemonMessage) -> Iterator[int]:
     match message:
-        case Suspect() | Saw() | p.Gone():
+        case Suspect() | Saw() | p.Gone() | p.LeaveAsked():
             yield message.node
         case Beat():
             yield from (node for node, _, _ in message.pulses)

@@ -8,7 +8,9 @@ import sys
 from pathlib import Path
 from typing import Any
 
-from .localrun import Job, read_toy, recovered, same_as_reference, toy, wait_until
+import pytest
+
+from .localrun import Job, fault, read_toy, recovered, same_as_reference, toy, wait_until
 
 DEADLINE_S = 60.0
 
@@ -73,3 +75,35 @@ def test_nodes_are_taken_out_until_there_is_no_spare(tmp_path: Path) -> None:
     assert told[0].about.node == 2
     assert "by a health check" in told[1].text
     assert not [event for event in ledger.events if event.kind == "node-lost"]
+
+
+@pytest.mark.parametrize("parallel", ["ddp", "fsdp"])
+def test_ranks_move_before_their_node_is_out(tmp_path: Path, parallel: str) -> None:
+    """And all train for as long as it takes the spare to build for the rank that it gets."""
+    slow, hold = tmp_path / "slow", tmp_path / "out" / "hold"
+    slow.touch()
+    env = {"TOY_SLEEP_S": "0.1", "TOY_SLEEP_WHILE": str(slow), "TOY_PARALLEL": parallel}
+    builds = fault("build", "hold", 2, often=True)
+    with toy(tmp_path, [builds], spares=1, env=env) as job:
+        trains(job, 1)
+        hold.touch()
+        assert evict(job, "node-2", "--planned")[1]["verdict"] == "accepted"
+        wait_until(lambda: told(job, "prepares"), DEADLINE_S, job)
+        trains(job, 1, 20)
+        assert evict(job, "node-2", "--planned")[1]["verdict"] == "already"
+        assert read_toy(job.home / "out").generations == {1}
+        hold.unlink()
+        trains(job, 2)
+        wait_until(lambda: job.pid_of(2, "agent") is None, DEADLINE_S, job)
+        slow.unlink()
+        job.ended(0, 150.0)
+        ledger = same_as_reference(job, [], parallel=parallel)
+    assert ledger.generations[-1].places == ((0, 0), (1, 0), (4, 0), (3, 0))
+    assert ledger.faults == ()
+    assert [(r.rung, r.outcome) for r in ledger.recoveries] == [("spare", "recovered")]
+    assert [text for kind in ("not-prepared", "stays") for text in told(job, kind)] == []
+    assert told(job, "evicted") == ["node-2 (node-2, no rank) is taken out by uid 0"]
+
+
+def told(job: Job, kind: str) -> list[str]:
+    return [event.text for event in job.ledger().events if event.kind == kind]

@@ -294,6 +294,12 @@ class Daemon:
         if session is not None:
             self._do(lambda _peering: session.lose(loss))
 
+    def leave(self, node: int, leave: e.Leave) -> None:
+        """Somebody wants the job to leave a node."""
+        session = self._session
+        if session is not None:
+            self._do(lambda _peering: session.leave(node, leave))
+
     def unwell(self, leave: e.Leave | None) -> None:
         """A health check says something of this node."""
         session = self._session

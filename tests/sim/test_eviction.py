@@ -6,7 +6,7 @@ from random import Random
 import pytest
 
 from ckptless.daemon.ckptlessd.recovery import eviction
-from ckptless.daemon.ckptlessd.recovery.events import NodeLost
+from ckptless.daemon.ckptlessd.recovery.events import Leave, NodeLost
 from ckptless.daemon.protocol.records import FaultSource
 
 from .world import World
@@ -36,7 +36,10 @@ def someone_says(world: World, random: Random) -> Iterator[bool]:
     world.faulted("evict")
     # The checks hold a node for sound that nobody has a reason to give up.
     world.network.ever.add(node)
-    daemon.lose(NodeLost(node, "somebody says so", 0.0, source=source))
+    if source == "operator" and random.random() < 0.5:
+        daemon.leave(node, Leave("somebody wants it", source, shrink=True))
+    else:
+        daemon.lose(NodeLost(node, "somebody says so", 0.0, source=source))
     yield True
 
 

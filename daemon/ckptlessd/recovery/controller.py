@@ -131,6 +131,8 @@ class Controller:
                     event.node, job.generation, now
                 )
                 job.lose(replace(event, source="drill", dark=False) if drilled else event)
+            case e.LeaveAsked():
+                job.asked[event.node] = event.leave
             case e.DrillAsked():
                 self._following.drill_asked(event, now)
             case e.OrderFrom():

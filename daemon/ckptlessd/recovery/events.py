@@ -88,6 +88,14 @@ class Drained:
 
 
 @dataclass(frozen=True)
+class LeaveAsked:
+    """The job is to leave a node, which lives, because a person wants that."""
+
+    node: NodeNumber
+    leave: Leave
+
+
+@dataclass(frozen=True)
 class DrillAsked:
     """A drill is asked for at the daemon of `node`; it is done within `left_s`, or not at all."""
 
@@ -158,6 +166,7 @@ Input: TypeAlias = (
     | Apart
     | Unwell
     | Drained
+    | LeaveAsked
     | DrillAsked
     | OrderFrom
     | Said

@@ -43,8 +43,9 @@ class JobState:
     when there was last a leader whose proposals are agreed on. `generation` and `reign` are the newest that
     were followed; by `reign` its node leads, or `leader` is nobody. `reachable`, `answering` and `heartbeats`
     are nodes whose daemons are connected, whose agents answer, and of whose daemons others hear. `unable`:
-    nodes whose daemon cannot vote. `apart`: nodes that this daemon cannot reach itself. `unwell`, `drained`:
-    nodes that the job is to leave, by their own daemons' word, and by Slurm's; `slow`: by the leader's, of
+    nodes whose daemon cannot vote. `apart`: nodes that this daemon cannot reach itself. `unwell`, `drained`,
+    `asked`: nodes that the job is to leave, by their own daemons' word, Slurm's, and a person's; `slow`: by
+    the leader's, of
     ranks that have held up the others for `move_stragglers` windows (0: never); `held_up_by`: all ranks that
     are named for it. `touched`: nodes with news since the leader looked last.
     """
@@ -72,6 +73,7 @@ class JobState:
     apart: frozenset[int] = frozenset()
     unwell: dict[int, Leave] = field(default_factory=dict)
     drained: dict[int, Leave] = field(default_factory=dict)
+    asked: dict[int, Leave] = field(default_factory=dict)
     slow: dict[int, Leave] = field(default_factory=dict)
     move_stragglers: int = 0
     held_up_by: frozenset[int] = frozenset()

@@ -61,7 +61,8 @@ class Leaving:
         `step`: the newest that any rank has committed.
         """
         job = self.job
-        nodes = {**job.slow, **job.drained, **job.unwell}
+        nodes = {**job.slow, **job.drained, **job.unwell, **job.asked}
+        nodes |= {node: leave for node, leave in job.unwell.items() if leave.at_once}
         if not nodes or job.stage != "running" or now - self._looked_s < LOOK_S:
             return None
         self._looked_s = now

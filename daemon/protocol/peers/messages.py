@@ -142,6 +142,13 @@ class Gone(Clipped, PeerMessage, frozen=True, kw_only=True):
     dark: bool = False
 
 
+class LeaveAsked(Clipped, PeerMessage, frozen=True, kw_only=True):
+    """Somebody has asked the sender that the job leave a node, which lives; see `Leave`."""
+
+    node: NodeNumber
+    leave: Leave
+
+
 class DrillAsked(PeerMessage, frozen=True, kw_only=True):
     """Somebody has asked the sender for a drill: the leader has it done, within `left_s`."""
 
@@ -156,7 +163,7 @@ class JobKey(PeerMessage, frozen=True, kw_only=True):
     masked: Key
 
 
-Said: TypeAlias = Meeting | Forwarded | Ordered | Agree | Packed | Rows | Gone | DrillAsked
+Said: TypeAlias = Meeting | Forwarded | Ordered | Agree | Packed | Rows | Gone | LeaveAsked | DrillAsked
 
 
 class Relayed(PeerMessage, frozen=True, kw_only=True):

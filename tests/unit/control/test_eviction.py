@@ -41,6 +41,7 @@ class Run:
     uid: int = OWNER
     notes: list[tuple[str, str, str]] = field(default_factory=list)
     losses: list[e.NodeLost] = field(default_factory=list)
+    leaves: list[tuple[int, e.Leave]] = field(default_factory=list)
 
     @property
     def roster(self) -> Roster:
@@ -52,7 +53,7 @@ class Run:
 
     @property
     def session(self) -> SimpleNamespace:
-        return SimpleNamespace(control=self.node.control.job, lose=self.lose)
+        return SimpleNamespace(control=self.node.control.job, lose=self.lose, leave=self.leave)
 
     def note(self, level: str, kind: str, text: str) -> None:
         self.notes.append((level, kind, text))
@@ -61,11 +62,15 @@ class Run:
         self.losses.append(loss)
         self.node.feed(loss)
 
+    def leave(self, node: int, leave: e.Leave) -> None:
+        self.leaves.append((node, leave))
+        self.node.feed(e.LeaveAsked(node, leave))
+
     def asked(self, node: str = "n02", uid: int = OWNER, **more: Any) -> tuple[str, str]:
         """(verdict, text)."""
         fields = {"protocol": m.PROTOCOL, "job": self.job, "source": "operator", "reason": "fan", **more}
         answer = evict([cast(JobHost, self)], Evict(node=node, **fields), uid)
-        assert (answer.verdict == "accepted") is bool(self.losses)
+        assert (answer.verdict == "accepted") is bool(self.losses or self.leaves)
         return answer.verdict, answer.text
 
 
@@ -349,3 +354,48 @@ def test_a_node_that_was_only_taken_out_is_not_given_back() -> None:
     run.losses.clear()
     verdict, text = run.asked(spare, give_back=True)
     assert (verdict, text[-45:]) == ("refused", "; it stays the job's in Slurm until that ends")
+
+
+def test_ranks_move_first_where_that_is_asked_for() -> None:
+    run = Run(Node(0, NODES))
+    answer = run.asked(planned=True)
+    assert answer == ("accepted", "n02 leaves job 4711 once its ranks have moved")
+    assert run.losses == []
+    assert run.leaves == [(2, e.Leave(f"taken out by uid {OWNER}: fan", "operator", shrink=True))]
+    run.leaves.clear()
+    again = run.asked(planned=True, reason="")
+    assert again == ("already", f"n02 is about to leave: taken out by uid {OWNER}: fan")
+
+
+def test_a_spare_that_is_to_leave_is_out_at_once() -> None:
+    run = Run(Node(0, NODES))
+    assert run.asked("4", planned=True)[0] == "accepted"
+    run.node.wait(0.5)
+    assert run.node.control.job.losses[4].reason == f"taken out by uid {OWNER}: fan"
+
+
+def test_where_it_has_no_place_to_go_a_planned_move_is_refused_too() -> None:
+    run = Run(Node(0, NODES))
+    run.node.feed(lost_by(4, "its agent is gone", source="agent"))
+    assert run.asked(planned=True)[0] == "refused"
+
+
+def test_a_script_without_hooks_cannot_move_and_the_node_is_taken_out_at_once() -> None:
+    run = Run(Node(0, NODES))
+    state = run.node.control.job.nodes[0].state
+    assert state is not None
+    plain = tuple(structs.replace(slot, hooked=False) for slot in state.slots)
+    run.node.control.job.nodes[0].state = structs.replace(state, slots=plain)
+    assert run.asked(planned=True) == ("accepted", "n02 is taken out of job 4711")
+    assert [loss.node for loss in run.losses] == [2]
+
+
+def test_what_is_not_trusted_is_left_at_once_whoever_has_asked_before() -> None:
+    run = Run(Node(0, NODES))
+    run.asked(planned=True)
+    run.node.wait(0.5)
+    assert run.node.control.job.losses == {}
+    gone = e.Leave("unwell (a GPU is gone)", "health", at_once=True)
+    run.node.feed(e.PeerUp(2, e.Standing(1, 0, "running", index=1, unwell=gone)))
+    run.node.wait(0.5)
+    assert run.node.control.job.losses[2].source == "health"

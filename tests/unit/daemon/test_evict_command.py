@@ -122,6 +122,16 @@ def test_the_nodes_own_daemon_is_asked(daemons: Daemons) -> None:
     ]
 
 
+def test_ranks_can_move_first(daemons: Daemons) -> None:
+    daemon = daemons.system(DONE)
+    assert evict("--planned").exit_code == 0
+    assert daemon.heard == [Evict(protocol=1, job="7", node="n02", source="operator", planned=True)]
+    done = evict("--planned", "--force")
+    assert done.exit_code == 2
+    assert "--planned waits for a place for its ranks, and --force does without" in done.stderr
+    assert len(daemon.heard) == 1
+
+
 def test_by_default_it_is_an_operators_word(daemons: Daemons) -> None:
     daemon = daemons.system(DONE)
     evict()
@@ -258,6 +268,6 @@ def test_release_gives_it_back_and_asks_nobody(daemons: Daemons) -> None:
     done = click.testing.CliRunner().invoke(ckptctl, ["release", "7", "n02", "--reason", "fan"])
     assert (done.exit_code, done.stdout) == (0, "n02 is taken out of job 7\n")
     assert daemon.heard == [
-        Evict(protocol=1, job="7", node="n02", source="operator", reason="fan", give_back=True)
+        Evict(protocol=1, job="7", node="n02", source="operator", reason="fan", give_back=True, planned=True)
     ]
     assert click.testing.CliRunner().invoke(ckptctl, ["release", "7"]).exit_code == 2
