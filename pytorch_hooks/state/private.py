@@ -1,6 +1,7 @@
 """Every attribute of torch that is not public and that saving state needs."""
 
 import io
+from collections import OrderedDict
 import sys
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from typing import Any
@@ -79,6 +80,18 @@ def comm_hook_states(module: torch.nn.Module) -> list[object]:
 def has_extra_state(module: torch.nn.Module) -> bool:
     """Say whether a module's class has a `get_extra_state` of its own, as those of Transformer Engine."""
     return type(module).get_extra_state is not torch.nn.Module.get_extra_state
+
+
+def bare_state_dict(module: torch.nn.Module) -> dict[str, Any]:
+    """Give `module.state_dict()` without what hooks make of it: they may gather what other ranks have."""
+    hooks = [(one, one._state_dict_hooks) for one in module.modules() if one._state_dict_hooks]
+    for one, _those in hooks:
+        vars(one)["_state_dict_hooks"] = OrderedDict()
+    try:
+        return module.state_dict(keep_vars=True)
+    finally:
+        for one, those in hooks:
+            vars(one)["_state_dict_hooks"] = those
 
 
 def extra_state_of(module: torch.nn.Module) -> object:
