@@ -1,18 +1,17 @@
-"""torchtitan's Trainer: `ckptless.torchtitan.train(config)`, or `-m ckptless.torchtitan` with its own options.
+"""torchtitan's Trainer: `ckptless.torchtitan.train(config)`, or `-m ckptless.torchtitan` of its own options.
 
-A configuration builds its Trainer once in each process. After a fault `Trainer.train` is entered again, at the
-step that was agreed on, in the process that lives with the objects that it has: where it would load a
-checkpoint it gets the state, and where it asks whether there is a step to come, the one before is committed,
-with its logs, checkpoint and validation. Without an agent around it, it is torchtitan's own.
+A configuration builds its Trainer once in each process. After a fault `Trainer.train` is entered again, at
+the step that was agreed on, in the process that lives with the objects that it has. Where it would load a
+checkpoint it gets the state; where it asks whether there is a step to come, the one before is committed, with
+its logs, checkpoint and validation. Without an agent around it, it is torchtitan's own.
 
-Stands on torchtitan 0.3: `HOOKS` has what is overridden or called and `CALLS` what `train` is to call, and a
+Stands on torchtitan 0.3: `HOOKS` has what is called or replaced and `CALLS` what `train` is to call, and a
 release in which some of it has moved is refused before the first step.
 """
 
 from __future__ import annotations
 
 import inspect
-import os
 import sys
 import time
 from collections.abc import Callable, Iterator
@@ -26,7 +25,6 @@ from torchtitan.components.dataloader import ParallelAwareDataloader
 from torchtitan.components.metrics import MetricsProcessor
 from torchtitan.components.validate import BaseValidator
 from torchtitan.config import ConfigManager
-from torchtitan.distributed import ParallelDims
 from torchtitan.observability import structured_logger
 from torchtitan.tools.logging import init_logger
 from torchtitan.trainer import Trainer
@@ -37,14 +35,14 @@ from ckptless.pytorch_hooks import env
 from ckptless.pytorch_hooks.adapters.torchtitan_loggers import Loggers, name_by_job
 from ckptless.pytorch_hooks.state import codec
 
-# What is overridden, called, or replaced on an instance.
+# What is called, read, or replaced on an instance.
 HOOKS: dict[type, str] = {
-    Trainer: "train batch_generator should_continue_training state_dict load_state_dict close",
+    Trainer: "train batch_generator should_continue_training state_dict load_state_dict close config "
+    "dataloader model_parts optimizers lr_schedulers checkpointer validator metrics_processor step",
     BaseCheckpointManager: "load save",
     BaseValidator: "validate",
-    MetricsProcessor: "log log_validation",
+    MetricsProcessor: "logger ntokens_since_last_log data_loading_times time_last_log",
     ParallelAwareDataloader: "state_dict load_state_dict",
-    ParallelDims: "pp_enabled tp_enabled cp_enabled ep_enabled",
 }
 # What each round of `train` asks, and from what objects.
 CALLS = "checkpointer load batch_generator dataloader should_continue_training set_pg_timeouts"
@@ -56,7 +54,7 @@ _UTILS: Any = sys.modules["torchtitan.distributed.utils"]
 
 
 def main() -> None:
-    """Train as `python -m torchtitan.train` does, of the same options: `--module llama3 --config NAME ...`."""
+    """Train as `python -m torchtitan.train` does, of the same options: `--module llama3 --config NAME`."""
     init_logger()
     train(ConfigManager().parse_args())
     if env.read().agent_socket is None:
@@ -75,11 +73,14 @@ def train(config: Any, **options: Any) -> Trainer:
     if env.read().agent_socket is None:
         return _train_alone(config)
     _refuse_release()
-    _refuse(config)
+    try:
+        _refuse(config)
+    except AttributeError as error:
+        raise UsageError(f"torchtitan's configuration is another one ({error}): {VERSIONS}") from error
     built: list[Trainer] = []
 
     def once(run: Any) -> None:
-        # All of what torchtitan does where there are no groups yet that does not belong to groups.
+        # torchtitan does this where it makes the groups, which are there.
         torch.autograd.set_multithreading_enabled(False)
         _UTILS.set_pg_timeouts = lambda timeout, parallel_dims: None
         name_by_job()
@@ -154,10 +155,9 @@ class _Loop:
 
     def _build(self, step: int) -> ckptless.State:
         trainer = self.trainer
-        if not self.run.joins:
-            # What is on the disk, for those that begin: who joins gets what the others have.
-            if self._load(step):
-                self._loader.begins_here()
+        # What is on the disk, for those that begin: who joins gets what the others have.
+        if not self.run.joins and self._load(step):
+            self._loader.begins_here()
         (model,) = trainer.model_parts
         return ckptless.State(
             model=model, optimizer=trainer.optimizers, scheduler=trainer.lr_schedulers, trainer=self
@@ -229,7 +229,7 @@ def _refuse_release() -> None:
     """Raise UsageError where torchtitan is not the one that this stands on."""
     for kind, names in HOOKS.items():
         for name in names.split():
-            if not hasattr(kind, name):
+            if name not in vars(kind) and name not in inspect.get_annotations(kind):
                 raise UsageError(f"torchtitan's {kind.__name__}.{name} is gone: {VERSIONS}")
     called = inspect.unwrap(Trainer.train).__code__.co_names
     for name in CALLS.split():
@@ -242,7 +242,7 @@ def _refuse(config: Any) -> None:
     kind, parallel, training = config._owner, config.parallelism, config.training
     if kind.train is not Trainer.train:
         raise UsageError(
-            f"{kind.__name__} has a `train` of its own, which ckptless does not know: use torchtitan's Trainer"
+            f"{kind.__name__} has a `train` of its own, which ckptless does not know: use torchtitan's"
         )
     on_cuda = torch.cuda.is_available()
     cannot = {

@@ -22,11 +22,15 @@ _METRICS: Any = sys.modules[TensorBoardLogger.__module__]
 _MINUTE = re.compile(r"(?<=/)\d{8}-\d{4}(?=/|$)")
 
 
-class _InJobsFolder(TensorBoardLogger):
-    """Writes into a folder of the job's name, whatever process it is in."""
+class _InJobsFolder(TensorBoardLogger):  # type: ignore[misc]
+    """Writes into a folder of the job's name, whatever process it is in, and at once: it may be killed."""
 
     def __init__(self, log_dir: str, tag: str | None = None) -> None:
         super().__init__(_MINUTE.sub(os.environ.get("TORCHELASTIC_RUN_ID", "job"), log_dir), tag)
+
+    def log(self, metrics: dict[str, Any], step: int) -> None:
+        super().log(metrics, step)
+        self.writer.flush()
 
 
 def name_by_job() -> None:

@@ -1,8 +1,8 @@
 """Every attribute of torch that is not public and that saving state needs."""
 
 import io
-from collections import OrderedDict
 import sys
+from collections import OrderedDict
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from typing import Any
 
@@ -66,10 +66,14 @@ def children_of(module: torch.nn.Module) -> dict[str, torch.nn.Module | None]:
 
 
 def hooks_of(module: torch.nn.Module) -> Iterator[tuple[str, Any]]:
-    """Give the functions that a module calls by the way, by what torch calls them (`_forward_hooks`...)."""
+    """Give the functions that a module calls by the way, by what torch calls them (`_forward_hooks`...).
+
+    Not those of FSDP2: they keep where a forward pass is, and are renewed.
+    """
     for kind in ("forward_pre_hooks", "forward_hooks", "backward_pre_hooks", "backward_hooks"):
         for index, hook in enumerate(list(getattr(module, f"_{kind}", {}).values())):
-            yield f"{kind}[{index}]", hook
+            if not str(getattr(hook, "__module__", "")).startswith("torch.distributed.fsdp."):
+                yield f"{kind}[{index}]", hook
 
 
 def comm_hook_states(module: torch.nn.Module) -> list[object]:

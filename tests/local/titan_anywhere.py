@@ -1,29 +1,22 @@
-"""Lets torchtitan train anywhere: its debug model made tiny, with texts that are made up.
+"""Lets the tiny recipe of torchtitan train anywhere: where there is no device it is told that the CPU is one.
 
-torchtitan asks for a device as it is imported: where there is none it is told that the CPU is one.
+`-m ckptless.torchtitan --module titan_anywhere --config anywhere` takes it as a script does.
 """
 
 import os
-import random
 import sys
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
-import datasets
 import torch
-from tokenizers import Tokenizer, models, pre_tokenizers
 from torch.distributed.fsdp import FSDPModule
-from torchtitan.components.validate import Validator
-from torchtitan.distributed.activation_checkpoint import FullAC
-from torchtitan.hf_datasets import DatasetConfig
-from torchtitan.hf_datasets.text_datasets import DATASETS, HuggingFaceTextDataLoader
 from torchtitan.models.common.attention import ScaledDotProductAttention
-from torchtitan.models.llama3.config_registry import llama3_debugmodel
-from torchtitan.trainer import Trainer
+
+sys.path.append(str(Path(__file__).parents[2] / "docs" / "recipes"))
+import titan_llama  # type: ignore[import-not-found]  # a recipe, in the folder above
 
 ON_GPU = os.environ.get("TOY_DEVICE") == "cuda"
-WORDS = 100
 
 
 class Cpu:
@@ -55,13 +48,8 @@ class Cpu:
         """As of a device."""
 
 
-def begin() -> None:
-    """To be called before a Trainer is built; on a device there is nothing to do."""
-    if not hasattr(torch.distributed, "set_timeout"):
-        # What torch 2.13 and older have under another name.
-        vars(torch.distributed).update(set_timeout=torch.distributed.distributed_c10d._set_pg_timeout)
-    if ON_GPU:
-        return
+def _begin() -> None:
+    """Tell torchtitan of it, which has asked for a device as it was imported."""
     for name, module in [*sys.modules.items()]:
         if name.startswith("torchtitan.") and hasattr(module, "device_type"):
             vars(module).update(device_type="cpu")
@@ -77,35 +65,18 @@ def _add_up(_optimizers: object, parts: list[torch.nn.Module], _dims: object) ->
                 module.set_force_sum_reduction_for_comms(True)
 
 
-def _texts(_path: str) -> datasets.Dataset:
-    draw = random.Random(7)
-    texts = [" ".join(f"w{draw.randrange(WORDS)}" for _ in range(draw.randrange(20, 90))) for _ in range(60)]
-    return datasets.Dataset.from_dict({"text": texts})
-
-
-def tiny(home: Path, steps: int) -> Trainer.Config:
-    """Return the debug model's configuration, of two layers, for so many steps; files go into a folder."""
-    words = Tokenizer(models.WordLevel({f"w{n}": n for n in range(WORDS + 2)}, unk_token="w100"))
-    words.pre_tokenizer = pre_tokenizers.Whitespace()
-    home.mkdir(parents=True, exist_ok=True)
-    words.save(str(home / "tokenizer.json"))
-    DATASETS["made up"] = DatasetConfig("", _texts, lambda sample: sample["text"])
-    config = llama3_debugmodel()
-    config.hf_assets_path, config.dump_folder = str(home), str(home)
-    model: Any = config.model_spec.model
-    model.layers = model.layers[:2]
-    for layer in model.layers:
-        # The CPU has no backward pass for the others.
-        layer.attention.inner_attention = ScaledDotProductAttention.Config()
-    config.model_spec.post_optimizer_build_fn = _add_up
-    # The default is for torch 2.14 and newer.
+def anywhere() -> Any:
+    """Return the recipe's configuration; to be called before a Trainer is built."""
+    config = titan_llama.tiny()
+    if not hasattr(torch.distributed, "set_timeout"):
+        # What torch 2.13 and older have under another name.
+        vars(torch.distributed).update(set_timeout=torch.distributed.distributed_c10d._set_pg_timeout)
+    # The default is for newer torches, too.
     config.parallelism.spmd_backend = "partial_dtensor"
-    training = config.training
-    training.local_batch_size, training.seq_len, training.steps = 2, 64, steps
-    training.disable_cuda_graphs = True
-    config.dataloader = HuggingFaceTextDataLoader.Config(dataset="made up")
-    config.validator = Validator.Config(
-        freq=5, steps=2, dataloader=HuggingFaceTextDataLoader.Config(dataset="made up"), enable=True
-    )
-    config.debug.seed = 3
+    if not ON_GPU:
+        _begin()
+        config.model_spec.post_optimizer_build_fn = _add_up
+        for layer in config.model_spec.model.layers:
+            # The CPU has no backward pass for the others.
+            layer.attention.inner_attention = ScaledDotProductAttention.Config()
     return config

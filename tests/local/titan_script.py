@@ -33,11 +33,11 @@ def kill(step: int) -> None:
             os.kill(os.getpid(), signal.SIGKILL)
 
 
-class Metrics(MetricsProcessor):
+class Metrics(MetricsProcessor):  # type: ignore[misc]
     """Writes what is logged on every rank, and kills its process where it is told to, once."""
 
     @dataclass(kw_only=True, slots=True)
-    class Config(MetricsProcessor.Config):
+    class Config(MetricsProcessor.Config):  # type: ignore[misc]
         """As of torchtitan's."""
 
     def __init__(self, config: Config, **words: Any) -> None:
@@ -69,7 +69,8 @@ class Metrics(MetricsProcessor):
 
 
 def configured() -> Any:
-    config = titan_anywhere.tiny(OUT / f"assets-{os.getpid()}", STEPS)
+    config = titan_anywhere.anywhere()
+    config.training.steps, config.validator.enable = STEPS, True
     config.metrics = Metrics.Config(log_freq=1)
     config.dump_folder = str(OUT)
     if "DDP" in os.environ:
@@ -94,7 +95,6 @@ def finish(trainer: Any) -> None:
 OUT.mkdir(parents=True, exist_ok=True)
 one_gpu.begin()
 init_logger()
-titan_anywhere.begin()
 if "PLAIN" in os.environ:
     trainer = configured().build()
     trainer.train()
