@@ -5,7 +5,7 @@ VENV   ?= .venv
 TORCH  ?= torch==2.13.0
 # torchtitan with what its Trainer imports, as it is: its own requirements are of another huggingface_hub than transformers'.
 TITAN  ?= torchtitan==0.3.0 datasets==4.7.0 dill docstring_parser httpx multiprocess pandas spmd_types==0.2.3 torchdata \
-	triton tyro
+	triton typeguard tyro
 BIN    := $(VENV)/bin
 STAMP  := $(VENV)/.ready
 
