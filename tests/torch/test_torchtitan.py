@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import importlib
+import inspect
 import sys
 from collections.abc import Callable, Iterator
 from pathlib import Path
@@ -47,7 +48,7 @@ def test_a_hook_that_has_moved_is_refused(monkeypatch: pytest.MonkeyPatch, kind:
 
 @pytest.mark.parametrize("name", adapter.CALLS.split())
 def test_a_train_that_goes_another_way_is_refused(monkeypatch: pytest.MonkeyPatch, name: str) -> None:
-    code = adapter.inspect.unwrap(Trainer.train).__code__
+    code = inspect.unwrap(Trainer.train).__code__
 
     def train(self: Any) -> None:
         """Stands for one of a later release."""
