@@ -48,7 +48,7 @@ def test_torchtitans_recipe_is_rehearsed(tmp_path: Path) -> None:
     (line,) = [line for line in (RECIPES / "titan.sbatch").read_text().splitlines() if "ckptless-run" in line]
     words = line.split()
     words = words[words.index("-m") :]
-    assert words == "-m ckptless.torchtitan --module titan_llama --config llama3_8b".split()
+    assert words == ["-m", "ckptless.torchtitan", "--module", "titan_llama", "--config", "llama3_8b"]
     words[3], words[5] = "titan_anywhere", "anywhere"
     words += ["--training.steps", "12", "--dump_folder", str(tmp_path / "out")]
     done = subprocess.run(
