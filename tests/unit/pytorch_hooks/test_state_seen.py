@@ -257,7 +257,7 @@ def test_a_state_dict_that_has_more_than_parameters_and_buffers() -> None:
 
 def test_what_hooks_make_of_a_state_dict_is_not_asked_for() -> None:
     """As of torchtitan's fused projections, which gather for it: a new process would be alone with that."""
-    model = nn.Linear(2, 2)
+    model: Any = nn.Linear(2, 2)
 
     def split(_module: nn.Module, found: dict[str, Any], prefix: str, _meta: Any) -> None:
         found[f"{prefix}half"] = found.pop(f"{prefix}weight")[:1].clone()
