@@ -3,6 +3,9 @@ PYTHON ?= python3.11
 VENV   ?= .venv
 # Pinned so that an index or folder that offers the CPU build (2.13.0+cpu) wins over the CUDA one.
 TORCH  ?= torch==2.13.0
+# torchtitan with what its Trainer imports, as it is: its own requirements are of another huggingface_hub than transformers'.
+TITAN  ?= torchtitan==0.3.0 datasets==4.7.0 dill docstring_parser httpx multiprocess pandas spmd_types==0.2.3 torchdata \
+	triton typeguard tyro
 BIN    := $(VENV)/bin
 STAMP  := $(VENV)/.ready
 
@@ -16,6 +19,7 @@ $(STAMP): setup.cfg Makefile
 	$(PYTHON) -m venv $(VENV)
 	$(BIN)/python -m pip install --quiet --progress-bar off $(TORCH)
 	$(BIN)/python -m pip install --quiet --progress-bar off -e '.[daemon,data,plot,test,lint,docs,dist]'
+	$(BIN)/python -m pip install --quiet --progress-bar off --no-deps $(TITAN)
 	touch $@
 
 demo: $(STAMP)

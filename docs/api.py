@@ -55,6 +55,7 @@ MODULES = {
         "`import ckptless.transformers`. See [transformers](transformers.md).",
     ),
     "ckptless.accelerate": ("Accelerate", "`import ckptless.accelerate`. See [Accelerate](accelerate.md)."),
+    "ckptless.torchtitan": ("torchtitan", "`import ckptless.torchtitan`. See [torchtitan](torchtitan.md)."),
 }
 RUN = "ckptless.pytorch_hooks.running.training:Run"
 ALONE = "ckptless.pytorch_hooks.running.standalone:StandaloneRun"

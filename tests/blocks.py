@@ -111,7 +111,7 @@ TABLE: dict[str, tuple[tuple[str, How], ...]] = {
         ("elastic:", Typed(SETTINGS)),
     ),
     "docs/architecture.md": (("node 0", DIAGRAM), ("", DIAGRAM)),
-    "docs/api.md": (("", SIGNATURES),) * 30,
+    "docs/api.md": (("", SIGNATURES),) * 31,
     "docs/data.md": (("", PYTHON),),
     "docs/design/batches.md": (("producer", DIAGRAM),),
     "docs/design/recovery.md": (("", DIAGRAM),),
@@ -186,6 +186,11 @@ TABLE: dict[str, tuple[tuple[str, How], ...]] = {
         ("#SBATCH --nodes=12", Typed(BATCH, {"=12": "=2", "min-nodes=4,step=4": "min-nodes=1,step=1"})),
         ("#SBATCH --nodes=8", Typed(BATCH, {"--nodes=8": "--nodes=1"})),
         ("ckptless-4711/", Typed(BATCH)),
+    ),
+    "docs/torchtitan.md": (
+        ("pip install", EXTRAS),
+        ("-torchrun", By("tests/local/test_recipes.py::test_torchtitans_recipe_is_rehearsed", "torchrun")),
+        ("+import ckptless", PARTS),
     ),
     "docs/transformers.md": (("pip install", EXTRAS), ("+import ckptless", PARTS)),
     "docs/tutorials/elastic.md": (

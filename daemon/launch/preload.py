@@ -46,6 +46,8 @@ def preloads(argv: Sequence[str], cwd: Path, given: Sequence[str], *, module: bo
     """Modules to import, with the user's own; what `ckptless.run` needs where the script names ckptless."""
     if not names_ckptless(argv[0], cwd, module=module):
         return (*ALWAYS, *given)
+    if module and argv[0] in ADAPTERS:
+        return (*ALWAYS, *FOR_RUN, argv[0], *given, LOOKS)
     sources = _sources(argv[0], cwd, module=module)
     # What Python puts first on its path.
     adapters = {n for path in sources for n in _adapters(path, cwd if module else path.resolve().parent)}
@@ -53,7 +55,9 @@ def preloads(argv: Sequence[str], cwd: Path, given: Sequence[str], *, module: bo
 
 
 def names_ckptless(target: str, cwd: Path, *, module: bool) -> bool:
-    """Whether the script names ckptless, and so may use `ckptless.run`."""
+    """Whether the script names ckptless, or is its own, and so may use `ckptless.run`."""
+    if module and target in ADAPTERS:
+        return True
     return any(re.search(rb"\bckptless\b", _text(path)) for path in _sources(target, cwd, module=module))
 
 

@@ -55,6 +55,7 @@ class Sharded:
     def __init__(self, modules: Iterable[torch.nn.Module]) -> None:
         self._pairs = torch_fsdp.states(modules)
         self._built = [torch_fsdp.switches(state) for state, _module in self._pairs]
+        self._reshards = [torch_fsdp.reshards(state) for state, _module in self._pairs]
 
     def __len__(self) -> int:
         return len(self._pairs)
@@ -67,8 +68,11 @@ class Sharded:
         """Back to before the iteration: parameters are shards, nothing is pending, gradients are gone.
 
         `set_requires_gradient_sync` and the like are as the state was built, which is what a newcomer has:
-        the iteration may have ended between two micro-batches. Makes no collective and waits for none.
+        the iteration may have ended between two micro-batches, or its first have set some for good, as
+        torchtitan's loss in chunks does. Makes no collective and waits for none.
         """
         torch_fsdp.reset(self._pairs)
         for (state, _module), switches in zip(self._pairs, self._built, strict=True):
             torch_fsdp.switch(state, switches)
+        for (state, _module), reshards in zip(self._pairs, self._reshards, strict=True):
+            torch_fsdp.reshard(state, reshards)

@@ -21,7 +21,7 @@ import re
 import struct
 import sys
 from collections import Counter, OrderedDict, deque
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Collection
 from dataclasses import dataclass
 from importlib import import_module
 from typing import Any, TypeAlias
@@ -260,7 +260,10 @@ class _Packer:
             return self._numpy(value, at)
         raise _refused(value, at)
 
-    def items(self, values: Iterable[Any], at: _At) -> list[Any]:
+    def items(self, values: Collection[Any], at: _At) -> list[Any]:
+        # Tokens that a loader has put aside, say: thousands of them.
+        if {*map(type, values)} == {int} and min(values) >= -(1 << 63) and max(values) < 1 << 64:
+            return [*values]
         deeper = at[2] + 1
         return [v if type(v) in _PLAIN else self.wire(v, (at, i, deeper)) for i, v in enumerate(values)]
 

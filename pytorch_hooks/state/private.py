@@ -2,6 +2,7 @@
 
 import io
 import sys
+from collections import OrderedDict
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from typing import Any
 
@@ -65,10 +66,14 @@ def children_of(module: torch.nn.Module) -> dict[str, torch.nn.Module | None]:
 
 
 def hooks_of(module: torch.nn.Module) -> Iterator[tuple[str, Any]]:
-    """Give the functions that a module calls by the way, by what torch calls them (`_forward_hooks`...)."""
+    """Give the functions that a module calls by the way, by what torch calls them (`_forward_hooks`...).
+
+    Not those of FSDP2: they keep where a forward pass is, and are renewed.
+    """
     for kind in ("forward_pre_hooks", "forward_hooks", "backward_pre_hooks", "backward_hooks"):
         for index, hook in enumerate(list(getattr(module, f"_{kind}", {}).values())):
-            yield f"{kind}[{index}]", hook
+            if not str(getattr(hook, "__module__", "")).startswith("torch.distributed.fsdp."):
+                yield f"{kind}[{index}]", hook
 
 
 def comm_hook_states(module: torch.nn.Module) -> list[object]:
@@ -79,6 +84,18 @@ def comm_hook_states(module: torch.nn.Module) -> list[object]:
 def has_extra_state(module: torch.nn.Module) -> bool:
     """Say whether a module's class has a `get_extra_state` of its own, as those of Transformer Engine."""
     return type(module).get_extra_state is not torch.nn.Module.get_extra_state
+
+
+def bare_state_dict(module: torch.nn.Module) -> dict[str, Any]:
+    """Give `module.state_dict()` without what hooks make of it: they may gather what other ranks have."""
+    hooks = [(one, one._state_dict_hooks) for one in module.modules() if one._state_dict_hooks]
+    for one, _those in hooks:
+        vars(one)["_state_dict_hooks"] = OrderedDict()
+    try:
+        return module.state_dict(keep_vars=True)
+    finally:
+        for one, those in hooks:
+            vars(one)["_state_dict_hooks"] = those
 
 
 def extra_state_of(module: torch.nn.Module) -> object:

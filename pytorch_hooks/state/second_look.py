@@ -110,10 +110,10 @@ class SecondLook:
                 )
 
     def _at_state_dicts(self, tensors: TensorSet) -> None:
-        """Whatever torch would save of a model is a parameter, a buffer or extra state."""
+        """Whatever torch would save of a model is a parameter, a buffer or extra state, or made of these."""
         storages = {private.storage(tensor) for tensor in tensors.living.values()}
         for root, module in parts_of(self._state).modules.items():
-            for key, value in module.state_dict(keep_vars=True).items():
+            for key, value in private.bare_state_dict(module).items():
                 if not isinstance(value, torch.Tensor) or "_extra_state" in key or not value.numel():
                     continue
                 if private.storage(value) not in storages:

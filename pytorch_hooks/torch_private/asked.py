@@ -66,8 +66,13 @@ class Standing:
             self._note(self.check("init_process_group", str(backend)), dist.group.WORLD)
 
     def make(self, stock: Callable[..., Any], asked: inspect.BoundArguments) -> Any:
-        """Return a new group of ours, whichever backend is named for it. Raises UsageError."""
+        """Return a new group of ours, whichever backend is named for it. Raises UsageError.
+
+        One whose collectives are to do nothing is torch's own: it connects nothing, and outlives all.
+        """
         backend = asked.arguments.get("backend")
+        if str(backend).lower() == dist.Backend.FAKE:
+            return stock(*asked.args, **asked.kwargs)
         named = self.check("new_group", str(backend)) if backend and str(backend) != self.ours else ""
         asked.arguments["backend"] = None
         group = stock(*asked.args, **asked.kwargs)

@@ -98,6 +98,19 @@ def switch(state: Any, values: tuple[dict[str, bool], list[dict[str, bool]]]) ->
             setattr(group, name, value)
 
 
+def reshards(state: Any) -> list[Any]:
+    """Return what a script sets by `set_reshard_after_forward`: of each group, over what it is cut up."""
+    return [group.post_forward_mesh_info for group in _groups(state)]
+
+
+def reshard(state: Any, values: list[Any]) -> None:
+    """Set it to what `reshards` gave. A root's is torch's own, from the first forward pass on."""
+    if state._is_root:
+        return
+    for group, own in zip(_groups(state), values, strict=True):
+        group.post_forward_mesh_info = own
+
+
 def reset(pairs: Iterable[tuple[Any, Any]]) -> None:
     """Give up a half-done iteration: nothing gathered, nothing pending, no hook's state left over.
 

@@ -162,6 +162,7 @@ FSDP = (
     Name(f"{_GROUP}.reduce_grads", "a switch between micro-batches", held=True),
     Name(f"{_GROUP}.all_reduce_grads", "the same", held=True),
     Name(f"{_GROUP}.reshard_after_backward", "the same", held=True),
+    Name(f"{_GROUP}.post_forward_mesh_info", "a switch within a step", held=True),
     Name(f"{_GROUP}._partial_reduce_output", "gradients that are reduced over some ranks only", held=True),
     Name(f"{_PARAM}._unsharded_param", "gradients that are not reduced at all", held=True),
 )

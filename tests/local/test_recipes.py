@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import re
 import subprocess
 import sys
@@ -13,7 +14,7 @@ from click.testing import CliRunner
 
 from ckptless.daemon.ckptctl.main import ckptctl
 
-from .localrun import LAUNCHER
+from .localrun import HERE, LAUNCHER
 
 RECIPES = Path(__file__).parents[2] / "docs" / "recipes"
 DEADLINE_S = 240.0
@@ -35,6 +36,28 @@ def test_a_recipe_is_rehearsed(config: str, tmp_path: Path) -> None:
         capture_output=True,
         text=True,
         timeout=DEADLINE_S,
+        check=False,
+    )
+    assert done.returncode == 0, done.stdout + done.stderr
+
+
+@pytest.mark.timeout(600)
+def test_torchtitans_recipe_is_rehearsed(tmp_path: Path) -> None:
+    """Its tiny one, by the command line of its batch script."""
+    pytest.importorskip("torchtitan")
+    (line,) = [line for line in (RECIPES / "titan.sbatch").read_text().splitlines() if "ckptless-run" in line]
+    words = line.split()
+    words = words[words.index("-m") :]
+    assert words == ["-m", "ckptless.torchtitan", "--module", "titan_llama", "--config", "llama3_8b"]
+    words[3], words[5] = "titan_anywhere", "anywhere"
+    words += ["--training.steps", "12", "--dump_folder", str(tmp_path / "out")]
+    done = subprocess.run(
+        [sys.executable, *LAUNCHER, "--rehearse", "--state-dir", str(tmp_path / "state"), *words],
+        cwd=HERE,
+        env={**os.environ, "PYTHONWARNINGS": "ignore", "HF_HUB_OFFLINE": "1"},
+        capture_output=True,
+        text=True,
+        timeout=2 * DEADLINE_S,
         check=False,
     )
     assert done.returncode == 0, done.stdout + done.stderr

@@ -153,6 +153,29 @@ def test_a_gathered_module_that_has_run_nothing_is_sharded_again() -> None:
         dist.destroy_process_group()
 
 
+def test_when_modules_are_cut_up_is_as_it_was_built() -> None:
+    """torchtitan's loss sets it in the first step, and a new process has not had that one."""
+    dist.init_process_group("fake", store=FakeStore(), rank=0, world_size=2)
+    try:
+        mesh = init_device_mesh("cpu", (2,))
+        model: Any = nn.Sequential(nn.Linear(4, 4), nn.Linear(4, 4))
+        fully_shard(model[0], mesh=mesh, reshard_after_forward=False)
+        fully_shard(model, mesh=mesh)
+        states = [state for state, _module in torch_fsdp.states(model.modules())]
+        sharded = Sharded(model.modules())
+        model(torch.ones(2, 4)).sum().backward()
+        first = [torch_fsdp.reshards(state) for state in states]
+        # A root is never cut up between its passes.
+        assert first == [[None], [None]]
+        model[0].set_reshard_after_forward(True)
+        assert torch_fsdp.reshards(states[1]) != [None]
+        sharded.renew()
+        assert [torch_fsdp.reshards(state) for state in states] == first
+    finally:
+        dist.destroy_process_group()
+        torch_fsdp.forget_meshes()
+
+
 def test_a_part_of_dcp_that_is_missing_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
     assert torch_dcp.storage("__0_0.distcp", 3, 4) == filesystem._StorageInfo("__0_0.distcp", 3, 4)
     monkeypatch.delattr(filesystem, "_StorageInfo")

@@ -30,7 +30,9 @@ STATUS_UNKNOWN = 255
 READ_AT_LOAD = ("LD_", "PYTHON", "OMP_", "GOMP_", "KMP_", "MKL_", "OPENBLAS_", "MALLOC_", "LC_", "LANG")
 
 # What may be imported ahead where a script does so, and need not be.
-ADAPTERS = frozenset({"ckptless.accelerate", "ckptless.lightning", "ckptless.transformers"})
+ADAPTERS = frozenset(
+    {"ckptless.accelerate", "ckptless.lightning", "ckptless.torchtitan", "ckptless.transformers"}
+)
 
 OnEvent: TypeAlias = Callable[[str, str], None]
 

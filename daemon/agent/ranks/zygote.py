@@ -40,6 +40,8 @@ MIDDLE_DEADLINE_S = 10.0
 GATE_DEADLINE_S = 60.0
 # Without a request for so long, the next process is forked ahead.
 QUIET_S = 0.5
+# jemalloc's, which pyarrow brings: it takes its own locks before a fork, and starts it anew after it.
+FORKS_WELL = "jemalloc_bg_thd"
 # The status of a process that its agent gave up before it ran anything; nobody waits for it.
 ABANDONED = 75
 
@@ -420,7 +422,7 @@ def _fork_hazards(fds: set[int]) -> tuple[str, ...]:
     # After a trial fork: OpenBLAS, which numpy brings, stops its threads by itself before a fork.
     _reap(_forked_nothing())
     warnings = []
-    threads = len(os.listdir("/proc/self/task"))  # noqa: PTH208 - the names are all that is wanted
+    threads = sum(path.read_text().strip() != FORKS_WELL for path in Path("/proc/self/task").glob("*/comm"))
     if threads > 1 or threading.active_count() > 1:
         names = ", ".join(sorted(thread.name for thread in threading.enumerate()[1:])) or "none of Python's"
         warnings.append(

@@ -110,7 +110,7 @@ class Stateful(Theirs):
     """From torchdata's; one that goes on is told the state of the one before."""
 
     def made(self, place: Place, rank: int, begin: int) -> Any:
-        from torchdata.stateful_dataloader import StatefulDataLoader  # type: ignore[import-not-found]
+        from torchdata.stateful_dataloader import StatefulDataLoader
 
         options = {"batch_size": None, "num_workers": 1, "prefetch_factor": PREFETCH}
         loader = StatefulDataLoader(Rows(place.folder), sampler=place.wanted(rank), **options)

@@ -10,7 +10,7 @@ import pytest
 from ckptless.daemon.agent.ranks.socket_folder import SocketFolder
 from ckptless.daemon.launch.main import command, given
 from ckptless.daemon.launch.options import local_run
-from ckptless.daemon.launch.preload import ALWAYS, FOR_RUN, LOOKS, preloads
+from ckptless.daemon.launch.preload import ALWAYS, FOR_RUN, LOOKS, names_ckptless, preloads
 
 PLAIN, OURS = "import torch\nimport xckptlessx\n", "import torch\n\nimport ckptless\n"
 
@@ -46,7 +46,7 @@ READS = ["os.environ['A'] == 'b'", "x = os.environ.get('A')", "my_environ = {}",
 )
 def test_the_framework_of_an_adapter_that_the_script_imports(tmp_path: Path, how: str) -> None:
     script = tmp_path / "train.py"
-    for name in ("transformers", "lightning", "accelerate"):
+    for name in ("transformers", "lightning", "accelerate", "torchtitan"):
         wanted = (*ALWAYS, *FOR_RUN, f"ckptless.{name}", LOOKS)
         imports = f"import torch\n{how.format(name)}\n"
         for line in READS:
@@ -71,6 +71,14 @@ def test_the_framework_of_an_adapter_that_the_script_imports(tmp_path: Path, how
         (tmp_path / name).rmdir()
     script.write_text("import ckptless.data\nimport ckptless, lightning\n")
     assert preloads((str(script),), tmp_path, (), module=False) == (*ALWAYS, *FOR_RUN, LOOKS)
+
+
+def test_a_module_of_ours_that_trains(tmp_path: Path) -> None:
+    """Of one that is not there to be read."""
+    wanted = (*ALWAYS, *FOR_RUN, "ckptless.torchtitan", "numpy", LOOKS)
+    assert preloads(("ckptless.torchtitan", "--module", "x"), tmp_path, ("numpy",), module=True) == wanted
+    assert names_ckptless("ckptless.torchtitan", tmp_path, module=True)
+    assert not names_ckptless("ckptless.torchtitan", tmp_path, module=False)
 
 
 def test_what_cannot_be_read(tmp_path: Path) -> None:

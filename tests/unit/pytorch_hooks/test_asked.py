@@ -67,6 +67,9 @@ def test_a_new_group_is_made_over_all_there_is() -> None:
     for backend in ("gloo", "nccl", "ckptless", None, "cpu:gloo"):
         standing().make(stock, inspect.signature(stock).bind([0], backend=backend))
     assert made == [None] * 5
+    # Of nobody: it stays torch's.
+    standing().make(stock, inspect.signature(stock).bind([0], backend="fake"))
+    assert made.pop() == "fake"
     with pytest.raises(UsageError, match="new_group asks for ucc, and groups"):
         standing().make(stock, inspect.signature(stock).bind([0], backend="ucc"))
 

@@ -255,6 +255,20 @@ def test_a_state_dict_that_has_more_than_parameters_and_buffers() -> None:
         looked(State(model=More(2, 2)))
 
 
+def test_what_hooks_make_of_a_state_dict_is_not_asked_for() -> None:
+    """As of torchtitan's fused projections, which gather for it: a new process would be alone with that."""
+    model: Any = nn.Linear(2, 2)
+
+    def split(_module: nn.Module, found: dict[str, Any], prefix: str, _meta: Any) -> None:
+        found[f"{prefix}half"] = found.pop(f"{prefix}weight")[:1].clone()
+        raise AssertionError("a hook was called")
+
+    model.register_state_dict_post_hook(split)
+    looked(State(model=model))
+    with pytest.raises(AssertionError, match="a hook was called"):
+        model.state_dict()
+
+
 class Counting(nn.Linear):
     def __init__(self, size: int) -> None:
         super().__init__(2, 2)

@@ -30,10 +30,16 @@ def test_the_page_is_that_of_the_code() -> None:
 
 def test_what_is_exported_is_there() -> None:
     assert {f"ckptless.{name}" for name in ckptless.__all__ if name not in ("Run", "__version__")} <= HEADINGS
-    adapters = [path for path in (ROOT / "src" / "ckptless").glob("*.py") if "\n__all__" in path.read_text()]
-    assert {f"ckptless.{path.stem}" for path in adapters if path.stem != "__init__"} == writer_of(
-        "api"
-    ).MODULES.keys() - {"ckptless"}
+    home = ROOT / "src" / "ckptless"
+    files = [
+        *home.glob("*.py"),
+        *(path for path in home.glob("*/__init__.py") if not path.parent.is_symlink()),
+    ]
+    found = [path for path in files if "\n__all__" in path.read_text()]
+    names = {path.parent.name if path.stem == "__init__" else path.stem for path in found}
+    assert {f"ckptless.{name}" for name in names if name != "ckptless"} == writer_of("api").MODULES.keys() - {
+        "ckptless"
+    }
 
 
 def test_what_run_has_without_an_agent_is_there_and_nothing_else() -> None:

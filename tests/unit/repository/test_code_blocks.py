@@ -211,7 +211,7 @@ def test_what_pages_install_is_installed_by_setup() -> None:
     found = [
         extra for _, text in blocks("bash", "console") for extra in re.findall(r"'ckptless\[(\w+)\]'", text)
     ]
-    assert len(found) == 3
+    assert len(found) == 4
     for extra in found:
         (needed, *more) = wants(extra)
         for one in (needed, *more):
