@@ -86,9 +86,10 @@ def test_who_sleeps_is_replaced_by_the_rhythm_of_the_job(tmp_path: Path, kinds: 
     assert [one.rank for one in hung] == [rank for rank, _ in hangs.values()], job.story()
     for number, (one, kind) in enumerate(zip(hung, kinds, strict=True)):
         function = kind.partition("@")[0]
-        assert (f"in {function} (hangs_script.py, line" in one.detail) == (kind != "other_collective"), (
-            one.detail
-        )
+        # Where one is that is stopped py-spy may tell.
+        assert kind == "stopped" or (f"in {function} (hangs_script.py, line" in one.detail) == (
+            kind != "other_collective"
+        ), one.detail
         # Long before the longest stall, which is 300 s.
         began = float((out / f"hang-{every * (number + 1)}-{one.rank}").read_text())
         assert one.seen_s - began < 60.0
@@ -103,8 +104,9 @@ def test_who_sleeps_is_replaced_by_the_rhythm_of_the_job(tmp_path: Path, kinds: 
         asked = [kind for kind in named if kind != "other_collective"]
         # One that is stopped writes no stacks of its own.
         assert all(f" in {kind}\n" in log for kind in asked if kind != "stopped"), log
-        assert all(f"\n    {kind} (" in log for kind in asked), log
-        assert log.count("ckptless: what the kernel says of process ") == len(asked), log
+        assert log.count("ckptless: what the kernel says of process ") == len(named), log
+        # What it has to say, or why it has nothing: on a busy machine there may be no time for more.
+        assert log.count("ckptless: the native stacks of process ") == len(named), log
 
 
 def test_what_the_script_has_said_is_no_hang(tmp_path: Path) -> None:

@@ -277,27 +277,27 @@ class RankProcesses:
 
     async def _kill_hung(self, one: RankProcess, page: Page) -> None:
         if page.watched.at is None:
-            await self._ask_where(one, page)
+            await self._ask_where(one, page, stopped=False)
         if one.spied is not None:
-            # It was begun when the rank was told of: of this nothing is left, mostly.
-            await asyncio.wait({one.spied}, timeout=stacks.NATIVE_S)
+            # It was begun when the rank was told of.
+            await asyncio.wait({one.spied}, timeout=stacks.HELD_S)
         one.process.kill()
 
-    async def _ask_where(self, one: RankProcess, page: Page) -> None:
+    async def _ask_where(self, one: RankProcess, page: Page, *, stopped: bool) -> None:
         """Write to a process's log what its threads are at; note where its main thread is in the script.
 
         That is waited for, and the native stacks are not: whoever hangs is told of at once.
         """
         pid = one.process.pid
         _add(one, f"what the kernel says of process {pid}", stacks.kernels_view(pid))
-        written = await stacks.written_by(page, one.process.kill)
+        # One that is stopped cannot write its own; py-spy reads them, and is quick then.
+        written = "" if stopped else await stacks.written_by(page, one.process.kill)
         _add(one, f"the stacks of process {pid}", written or "it writes none")
         page.watched.at = stacks.place(stacks.main_thread(written))
         if page.closed:
             return
-        # One that is stopped cannot write its own, and that is quick.
         if (spied := self._spy(one, page, stopped=not written)) is not None and not written:
-            await asyncio.wait({spied}, timeout=stacks.NATIVE_S)
+            await asyncio.wait({spied}, timeout=stacks.HELD_S)
 
     def _spy(self, one: RankProcess, page: Page, *, stopped: bool) -> asyncio.Task[None] | None:
         async def spy() -> None:
@@ -356,7 +356,7 @@ class RankProcesses:
         if still is not None and still.call is None:
             if page.watched.at is None:
                 # Once, before it is told of: what the others wait for is worth that.
-                await self._ask_where(one, page)
+                await self._ask_where(one, page, stopped=still.how == "stopped")
                 still = replace(still, at=page.watched.at or "")
             elif still.late and (until is None or still.over) and page.watched.asks_where(now):
                 await self._ask_again(one, page)

@@ -20,15 +20,19 @@ from typing import NamedTuple, Protocol
 
 from ckptless.daemon.protocol import messages as m
 
-# What writing its stacks may take a process.
-WRITTEN_S, PAUSE_S = 0.3, 0.02
-# What py-spy may take (0.2 s for a process with torch in it): whoever holds up a job is told of only then.
-NATIVE_S = 1.0
+# What writing its stacks may take a process that has no processor for it; else it takes 0.05 s.
+WRITTEN_S, PAUSE_S = 1.0, 0.02
+# What py-spy may take (0.2 s for a process with torch in it), and how much of that a process's end waits for,
+# which is what the other ranks take to leave the generation.
+NATIVE_S, HELD_S = 1.0, 0.5
 # From SIGKILL to its end.
 END_S = 1.0
 MOST_NBYTES, MOST_THREADS = 1 << 18, 64
 PROGRAM = "py-spy"
 _WRITTEN = re.compile(r'^  File "(.*)", line (\d+) in (.*)$')
+# How the last of what is written ends: where the main thread began, or faulthandler has written enough of it.
+# A pause alone is no end: on a busy machine its process waits for a processor in the middle.
+_END = re.compile(r"(?: in (?:<module>|_run_module_as_main)|\n  \.\.\.)\n$")
 _SPIED = re.compile(r"^    (.*) \((.*):(\d+)\)$")
 _LIBRARIES = tuple({sysconfig.get_path(name) for name in ("stdlib", "platstdlib", "purelib", "platlib")})
 
@@ -79,7 +83,7 @@ def place(stack: Sequence[Frame]) -> str:
 
 
 async def written_by(page: Written, kill: Callable[[int], None]) -> str:
-    """Ask a process for the stacks of its threads; "" where it writes none, as while it is stopped."""
+    """Ask a process that is not stopped for the stacks of its threads; "" where it writes none."""
     kill(m.STACKS_SIGNAL)
     stacks, deadline = "", time.monotonic() + WRITTEN_S
     while time.monotonic() < deadline:
@@ -87,8 +91,7 @@ async def written_by(page: Written, kill: Callable[[int], None]) -> str:
         if page.closed:
             break
         more = page.new_stacks()
-        if stacks and not more:
-            # Nothing in a pause: it is done.
+        if not more and _END.search(stacks):
             break
         stacks += more
     return stacks

@@ -26,6 +26,7 @@ from ckptless.daemon.agent.core.stillness import (
 from ckptless.daemon.agent.ranks import stacks
 from ckptless.daemon.agent.ranks.activity import activity
 from ckptless.daemon.agent.ranks.stacks import Frame, kernels_view, main_thread, native, place, spot
+from ckptless.daemon.protocol.messages import STACKS_SIGNAL
 
 DEADLINE_S = 30.0
 WRITTEN = f"""Thread 0x00007f6d5dffb6c0 (most recent call first):
@@ -134,6 +135,45 @@ def test_whoever_gets_on_begins_anew() -> None:
 
 def test_one_that_answers_nothing_is_deaf_all_the_same() -> None:
     assert watched(ENOUGH).how(100.0, 3.5) == "deaf"
+
+
+# ---------------------------------------------------------------------- while it is being written
+
+
+class Paper:
+    """What a process writes, so much from look to look."""
+
+    def __init__(self, *parts: str) -> None:
+        self.closed, self.parts = False, [*parts]
+
+    def new_stacks(self) -> str:
+        return self.parts.pop(0) if self.parts else ""
+
+
+THREAD, MAIN = WRITTEN.split("\n\n")
+ENDS = f'{MAIN}  File "<frozen runpy>", line 198 in _run_module_as_main\n'
+
+
+@pytest.mark.parametrize("cut", [1, 40, len(THREAD), len(THREAD) + 60, len(THREAD) + len(MAIN) - 9])
+def test_what_is_written_with_pauses_is_waited_for(cut: int) -> None:
+    """Its process gets no processor for a while, in the middle of it."""
+    whole = f"{THREAD}\n\n{ENDS}"
+    paper = Paper("", whole[:cut], "", "", whole[cut:], "", "too late")
+    sent: list[int] = []
+    assert asyncio.run(stacks.written_by(paper, sent.append)) == whole
+    assert paper.parts == ["too late"]
+    assert sent == [STACKS_SIGNAL]
+
+
+def test_what_is_cut_off_by_its_writer_is_not_waited_for() -> None:
+    paper = Paper(deep := f"{MAIN}  ...\n", "", "too late")
+    assert asyncio.run(stacks.written_by(paper, lambda _: None)) == deep
+
+
+def test_of_one_that_writes_nothing_it_is_waited_a_while(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(stacks, "WRITTEN_S", 0.1)
+    assert asyncio.run(stacks.written_by(Paper(), lambda _: None)) == ""
+    assert asyncio.run(stacks.written_by(Paper(THREAD), lambda _: None)) == THREAD
 
 
 # -------------------------------------------------------------------------------- real processes
