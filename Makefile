@@ -110,11 +110,12 @@ scale: $(STAMP)
 # All of docs/performance.md, ours beside the peers in environments of their own (built at first): an hour. Or one part:
 # `make bench-data`. With LONG=1 every peer in every case, five minutes of each fire, all sizes: more than three hours.
 BENCH := docs/bench
-PARTS := crash dark fire peace init data replication
+PARTS := crash dark fire peace hangs init data replication
 ifdef LONG
 crash := --kills 3 --own-kills 20
 fire := --for 300
 dark := --ways ckptless requeue requeue-tuned
+hangs := --hangs 200
 init := --turns 5 --default-up-to 1024 256 --real 16 64 128
 data := --turns 5 --jobs 4 --kinds list quick slow
 replication := --times 7 --large 4096 --restored 2048
@@ -122,6 +123,7 @@ else
 crash := --short
 fire := --for 90
 peace := --turns 2 --times 1 32 --for 10
+hangs := --hangs 28
 init := --ranks 16 256 1024
 data := --turns 2 --jobs 1
 replication := --interfaces 1 4 --times 3

@@ -117,7 +117,8 @@ async def _serve(settings: Settings, name: str) -> int:
     asyncio.get_running_loop().add_signal_handler(signal.SIGHUP, supervised.reload)
     service.on_tick, service.on_ready = supervised.ticked, supervised.ready
     watch = cluster.watch(lambda: service.jobs, settings.slurm.poll_s, service.requeue_memory, service.ledger)
-    looking = health.run(probes(settings.health, settings.daemon.state_dir, cluster.is_idle))
+    own = cluster.own_node.as_slurm_has_it
+    looking = health.run(probes(settings.health, settings.daemon.state_dir, cluster.is_idle, own))
     tasks = Tasks()
     for part in (watch, looking, *metrics):
         tasks.spawn(part).add_done_callback(_tell_failed)

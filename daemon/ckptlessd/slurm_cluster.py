@@ -91,6 +91,10 @@ class OwnNode:
         """Return all nodes as Slurm knows them at this moment."""
         return await nodes_now(self.slurm)
 
+    async def as_slurm_has_it(self) -> Node:
+        """Return this node alone, asked at this moment."""
+        return await self.slurm.direct.node(self.name)
+
     async def drain(self, reason: str) -> None:
         """Have no new job start here."""
         await self.slurm.order(self.slurm.direct.drain(self.name, reason))

@@ -38,11 +38,12 @@ GROUPS: Mapping[str, Mapping[str, Meaning]] = {
         ),
         "hung": Meaning(
             "A rank does not get on while others wait for it: the text says where. It gets a new process",
-            "Its log has the stacks of all threads. What may take so long belongs into `with run.phase(...)`",
+            "Its log has the stacks of all threads, with py-spy native ones. What may take so long belongs "
+            "into `with run.phase(...)`",
         ),
         "late": Meaning(
             "No step for much longer than any before, and nobody is surely to blame. Nothing is done yet",
-            "See what it runs; after `max_stall` the job's ranks get new processes",
+            "See what it runs; if it stays in one place, or after `max_stall`, it gets a new process",
         ),
         "stall": Meaning(
             "No step for `max_stall`, and all ranks wait for each other: the generation begins again",

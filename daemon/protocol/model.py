@@ -242,7 +242,7 @@ class Call(Value, frozen=True, kw_only=True):
 # What a rank that does not get on is at, by what the kernel says of its process:
 #   asleep    no thread of it, and no child, runs       stopped   by a signal
 #   working   they run, or wait for a disk              deaf      it answers nothing: its interpreter is held
-Stillness = Literal["asleep", "working", "stopped", "deaf"]
+Stillness = Literal["asleep", "working", "stopped", "deaf", "spinning"]
 
 
 class Still(Clipped, Value, frozen=True, kw_only=True):

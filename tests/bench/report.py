@@ -9,7 +9,7 @@ from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from . import data, init, replication, scale
+from . import data, hangs, init, replication, scale
 from .figures import Run, quantile, table
 from .systems import SYSTEMS
 
@@ -172,6 +172,7 @@ PARTS: Mapping[str, Callable[[], str]] = {
     "dark": dark,
     "fire": fire,
     "peace": peace,
+    "hangs": lambda: hangs.told(measured("hangs")),
     "init": lambda: init.told(measured("init")),
     "data": lambda: data.told(measured("data")),
     "scale": scale.told,

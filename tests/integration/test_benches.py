@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import mmap
 import os
+import random
 import subprocess
 import sys
 from pathlib import Path
@@ -12,7 +13,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from tests.bench import replication
+from tests.bench import hangs, replication
 from tests.bench.scripts import batches
 from tests.bench.vaults import MIB
 
@@ -67,3 +68,14 @@ def test_a_node_has_what_all_its_ranks_want_once(rows: Path, shared: bool) -> No
 def test_every_dataloader_has_batches_of_its_own(rows: Path) -> None:
     theirs = told("DataLoader", rows, shared=True)
     assert theirs["batches_nbytes"] >= RANKS * batches.PREFETCH * batches.ROW_NBYTES
+
+
+def test_hangs_are_made_and_seen_as_what_they_are(tmp_path: Path) -> None:
+    """Those kinds that tests/local/test_stuck.py does not have."""
+    kinds = ("lock@optimizer", "half", "lock@commit")
+    found, others = hangs.measure(hangs.plan(kinds, len(kinds), random.Random(3)), tmp_path, 0.05)
+    assert [(one.kind, one.right) for one in found] == [(kind, True) for kind in kinds], found
+    assert others == 0, "a process was replaced that did not hang"
+    for one in found:
+        # Not before anybody could have said so, and long before the longest stall.
+        assert 2.0 < one.found_s < one.back_s < 60.0

@@ -1,7 +1,8 @@
 """Trains with DDP; in some steps a rank hangs, each time in another way: `hangs_script.py STEPS OUT HANGS`.
 
 HANGS is "STEP:RANK:KIND,...". Each hang comes once: a rank that does the step again goes on. Each rank notes
-its process, and each step's loss; OUT/hang-STEP has the time at which a hang began.
+its process, and each step's loss; OUT/hang-STEP-RANK has the time at which a hang began. A KIND may have a
+place: "lock@backward", "@optimizer" or "@commit".
 """
 
 import ctypes
@@ -89,6 +90,12 @@ def other_collective() -> None:
     dist.barrier()
 
 
+def spin() -> None:
+    """A loop that lets go of the interpreter, and gets nowhere."""
+    while True:
+        pass
+
+
 def evaluation(run: Any) -> None:
     """One rank evaluates, and its next step is slow."""
     with run.phase("evaluation", up_to=60.0):
@@ -112,7 +119,7 @@ def too_long(run: Any) -> None:
             pass
 
 
-KINDS = (stopped, interpreter, interpreter_asleep, lock, loader, file, native, child, other_collective)
+KINDS = (stopped, interpreter, interpreter_asleep, lock, loader, file, native, child, other_collective, spin)
 PHASES = {phase.__name__: phase for phase in (evaluation, too_long)}
 BY_NAME = {kind.__name__: kind for kind in KINDS}
 
@@ -126,7 +133,7 @@ def maybe_hang(run: Any, where: str) -> None:
         together(run)
         return
     try:
-        with (OUT / f"hang-{run.step}").open("x") as file:
+        with (OUT / f"hang-{run.step}-{run.rank}").open("x") as file:
             file.write(f"{time.time()!r}\n")
     except FileExistsError:
         return
@@ -136,16 +143,32 @@ def maybe_hang(run: Any, where: str) -> None:
         BY_NAME[kind]()
 
 
+class Saved:
+    """What a commit asks for its state."""
+
+    def __init__(self, run: Any) -> None:
+        self._run = run
+
+    def state_dict(self) -> dict[str, int]:
+        maybe_hang(self._run, "commit")
+        return {"step": self._run.step}
+
+    def load_state_dict(self, state: dict[str, int]) -> None:
+        pass
+
+
 def train(run: Any) -> None:
     def build() -> ckptless.State:
         torch.manual_seed(1)
         model = torch.nn.parallel.DistributedDataParallel(torch.nn.Linear(8, 8).to(DEVICE))
-        return ckptless.State(model=model, optimizer=torch.optim.AdamW(model.parameters()))
+        optimizer = torch.optim.AdamW(model.parameters())
+        return ckptless.State(model=model, optimizer=optimizer, saved=Saved(run))
 
     state = run.keep(build)
     with (OUT / f"pids-{run.rank}.txt").open("a") as file:
         file.write(f"{os.getpid()}\n")
     state.model.module.bias.register_hook(lambda _grad: maybe_hang(run, "backward"))
+    state.optimizer.register_step_pre_hook(lambda *_: maybe_hang(run, "optimizer"))
     while run.step < STEPS:
         maybe_hang(run, "forward")
         time.sleep(SLEEP_S)

@@ -37,10 +37,10 @@ def test_the_rank_that_holds_all_up_is_named(tmp_path: Path, how: str) -> None:
         assert [int(line.split()[0]) for line in dict.fromkeys(lines)] == list(range(STEPS)), lines
 
 
-def test_one_that_runs_is_named_by_the_rhythm_of_the_job_long_before(tmp_path: Path) -> None:
-    """Nothing is done about it until then: it might be an evaluation."""
+def test_one_that_runs_is_named_and_once_it_is_seen_to_spin_replaced(tmp_path: Path) -> None:
+    """At first it might be an evaluation. The longest stall would be 300 s."""
     out = tmp_path / "out"
-    options = ["--job", "late", "--nodes", RANKS, "--max-stall", 20, "--tee", "none"]
+    options = ["--job", "late", "--nodes", RANKS, "--tee", "none"]
     env = {"STUCK_AT": "45", "STUCK_SLEEP_S": "0.05"}
     with Job(tmp_path, options, [HERE / "stuck_script.py", 50, out, "spin"], env=env) as job:
         job.ended(0, DEADLINE_S)
@@ -55,6 +55,7 @@ def test_one_that_runs_is_named_by_the_rhythm_of_the_job_long_before(tmp_path: P
     (fault,) = [one for one in ledger.faults if one.kind == "hung"]
     assert fault.rank == 1
     assert fault.seen_s - late.at_s > 5.0, job.story()
+    assert "it runs, and does not leave one place in waits_for_ever (stuck_script.py, line" in fault.detail
 
 
 @pytest.mark.parametrize(
@@ -85,11 +86,12 @@ def test_who_sleeps_is_replaced_by_the_rhythm_of_the_job(tmp_path: Path, kinds: 
     assert [one.rank for one in hung] == [rank for rank, _ in hangs.values()], job.story()
     for number, (one, kind) in enumerate(zip(hung, kinds, strict=True)):
         function = kind.partition("@")[0]
-        assert (f"in {function} (hangs_script.py, line" in one.detail) == (
-            kind not in ("stopped", "other_collective")
+        # Where one is that is stopped py-spy may tell.
+        assert kind == "stopped" or (f"in {function} (hangs_script.py, line" in one.detail) == (
+            kind != "other_collective"
         ), one.detail
         # Long before the longest stall, which is 300 s.
-        began = float((out / f"hang-{every * (number + 1)}").read_text())
+        began = float((out / f"hang-{every * (number + 1)}-{one.rank}").read_text())
         assert one.seen_s - began < 60.0
     assert [recovery.rung for recovery in ledger.recoveries] == ["process"] * len(kinds)
     losses = []
@@ -99,9 +101,12 @@ def test_who_sleeps_is_replaced_by_the_rhythm_of_the_job(tmp_path: Path, kinds: 
         losses.append(lines)
         log = next((tmp_path / "state").glob(f"node-{rank}/logs/rank-{rank:05d}.log")).read_text()
         named = [kind.partition("@")[0] for of, kind in hangs.values() if of == rank]
-        assert all(f" in {kind}\n" in log for kind in named if kind not in ("stopped", "other_collective")), (
-            log
-        )
+        asked = [kind for kind in named if kind != "other_collective"]
+        # One that is stopped writes no stacks of its own.
+        assert all(f" in {kind}\n" in log for kind in asked if kind != "stopped"), log
+        assert log.count("ckptless: what the kernel says of process ") == len(named), log
+        # What it has to say, or why it has nothing: on a busy machine there may be no time for more.
+        assert log.count("ckptless: the native stacks of process ") == len(named), log
 
 
 def test_what_the_script_has_said_is_no_hang(tmp_path: Path) -> None:

@@ -152,6 +152,34 @@ HANGS: tuple[Named, ...] = (
         ),
     ),
     *of(
+        "daemon/agent/core/stillness.py",
+        "unit/agent/test_stacks.py",
+        (
+            "one that leaves its place spins",
+            "stays = place == self._placed and not before.blocked",
+            "stays = not before.blocked",
+            "test_one_that_is_elsewhere_once_or_waits_for_a_disk_does_not_spin",
+        ),
+        (
+            "one that reads and writes spins",
+            'return "spinning" if spins and asked <= SPINS_ASKED * there_s else "working"',
+            'return "spinning" if spins else "working"',
+            "test_one_that_reads_or_is_given_memory_does_not_spin",
+        ),
+        (
+            "one that had no time to run spins",
+            "spins = there_s >= max(SPINS_S, late_after_s) and ran_s >= SPINS_RAN_S",
+            "spins = there_s >= max(SPINS_S, late_after_s)",
+            "test_one_that_had_no_time_to_run_does_not_spin",
+        ),
+        (
+            "one spins before as long again as made it late",
+            "spins = there_s >= max(SPINS_S, late_after_s) and ran_s >= SPINS_RAN_S",
+            "spins = there_s >= SPINS_S and ran_s >= SPINS_RAN_S",
+            "test_one_that_runs_in_one_place_and_asks_for_nothing_spins",
+        ),
+    ),
+    *of(
         "daemon/agent/ranks/standing.py",
         "unit/agent/test_stillness.py",
         (

@@ -167,3 +167,48 @@ def test_verdicts_outlast_their_daemon(site: Cluster) -> None:
     assert text.startswith("node04 is not well; at most done for a finding: evict\n")
     row = r"^\S+.* lamp +xid-62 +GPU 0 +\d+ +evict +drained, and jobs leave it +the lamp is red$"
     assert re.search(row, text, re.MULTILINE)
+
+
+def test_what_slurm_says_of_a_node_is_told_and_acted_upon_only_once(site: Cluster) -> None:
+    """Drained by hand, about to fail, down: notes; and the node that is down is lost once."""
+    job = Training(site, steps=150).submit()
+    job.trains()
+    orders = {"node02": "drain", "node03": "fail", "node04": "down"}
+    for node, state in orders.items():
+        site.run("ctl", "scontrol", "update", f"nodename={node}", f"state={state}", "reason=by hand")
+
+    def said(node: str) -> dict[str, tuple[str, str, str]]:
+        """Code to action, evidence and what was done; by a look that its daemon begins with."""
+        site.service_stop(node, "ckptlessd")
+        site.service_start(node, "ckptlessd")
+        found: dict[str, tuple[str, str, str]] = {}
+
+        def has_looked() -> bool:
+            done = site.run(node, "ckptctl", "--json", "health", check=False)
+            answer = json.loads(done.stdout) if done.returncode == 0 else {"probes": ()}
+            if not any(one["name"] == "slurm" and one["looks"] for one in answer["probes"]):
+                return False
+            found.update(
+                {one["code"]: (one["action"], one["evidence"], one["done"]) for one in answer["verdicts"]}
+            )
+            return True
+
+        job.wait(has_looked, f"the daemon of {node} has asked Slurm")
+        return {code: told for code, told in found.items() if code.startswith("slurm-")}
+
+    assert said("node01") == {}
+    drained = said("node02")
+    assert set(drained) == {"slurm-drained"}
+    action, evidence, done = drained["slurm-drained"]
+    assert (action, done) == ("note", "")
+    assert re.fullmatch(r"\w+\+DRAIN: by hand", evidence)
+    assert said("node03")["slurm-fail"][1].endswith(": by hand")
+    assert said("node04")["slurm-down"][1].endswith(": by hand")
+    # Whoever drains by this is not told that ckptless would: there would be no end to it.
+    assert health(site, "node02", "--exit-code")[0] == 0
+    reasons = site.run("ctl", "sinfo", "-h", "-N", "-o", "%N|%E").stdout.splitlines()
+    assert not [line for line in reasons if "ckptless" in line], reasons
+    assert told(job, "leaves") == told(job, "evicted") == []
+    assert {one.node for one in job.ledger().faults if one.kind == "node-lost"} == {3}
+    job.ended()
+    job.same_bits()

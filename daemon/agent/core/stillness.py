@@ -22,6 +22,10 @@ OVER_S, LOOK_AFTER_S = 2.0, 1.0
 ASLEEP = 0.1
 # An interpreter that runs answers sooner.
 DEAF_S = 3.0
+# Who runs and is late spins where it has been in one place of its code for as long again as made it late, and
+# for so long at least; has run for so long of that; and has asked the kernel for memory or files no more
+# often in a second than this.
+SPINS_S, SPINS_RAN_S, SPINS_ASKED = 8.0, 4.0, 20.0
 # Steps of which a rank's pace is the median.
 WINDOW = 12
 
@@ -65,12 +69,13 @@ class Rhythm:
 class Activity:
     """What the kernel says of a process and its children: how long they ran, and each thread waited to run.
 
-    `wanted_s`: by the threads' numbers. `blocked`: one of the process waits for a disk. `stopped`: by a
-    signal.
+    `wanted_s`: by the threads' numbers. `asked`: how often they had a page of memory given, or have read or
+    written. `blocked`: one of the process waits for a disk. `stopped`: by a signal.
     """
 
     ran_s: float
     wanted_s: Mapping[int, float] = field(default_factory=dict)
+    asked: int = 0
     blocked: bool = False
     stopped: bool = False
 
@@ -92,12 +97,18 @@ class Watched:
     _how: m.Stillness = "working"
     # The place in the script, once it was asked for in this standstill.
     at: str | None = None
+    # The main thread's place as it was first asked for; when it was last, and what the kernel said then.
+    _placed: object = None
+    _asked: tuple[float, Activity] | None = None
+    # How long it has been there, has run, and how often it has asked for something; None: it was elsewhere.
+    _there: tuple[float, float, int] | None = (0.0, 0.0, 0)
 
     def see(self, moving: bytes, now: float) -> float:
         """Take the page's words; return for how long they have been these."""
         if moving != self._seen:
             self._seen, self.moved_at = moving, now
             self._since, self._how, self.at = None, "working", None
+            self._placed, self._asked, self._there = None, None, (0.0, 0.0, 0)
         self.stood_s = max(self.stood_s, now - self.moved_at)
         return now - self.moved_at
 
@@ -119,9 +130,40 @@ class Watched:
             still = idle and not (activity.blocked or before.blocked)
             self._how, self._since = ("asleep" if still else "working"), (now, activity)
 
-    def how(self, silent_s: float) -> m.Stillness:
-        """Return what it is at, where it has not answered for so long."""
-        return "deaf" if self._how != "stopped" and silent_s > DEAF_S else self._how
+    def asks_where(self, now: float) -> bool:
+        """Whether it runs, and is to be asked again whether it still is in the same place."""
+        due = self._asked is None or now - self._asked[0] >= OVER_S
+        return self._how == "working" and self._there is not None and due
+
+    def found(self, place: object, before: Activity | None, after: Activity | None, now: float) -> None:
+        """Take its main thread's place, and what the kernel said before and after that was asked for.
+
+        Between these it has written where it is. False and None: nobody knows.
+        """
+        if not place or before is None or after is None:
+            self._there = None
+        elif self._asked is None:
+            self._placed, self._asked = place, (now, after)
+        elif self._there is not None:
+            (at, last), (there_s, ran_s, asked) = self._asked, self._there
+            stays = place == self._placed and not before.blocked
+            there = (
+                there_s + now - at,
+                ran_s + before.ran_s - last.ran_s,
+                asked + before.asked - last.asked,
+            )
+            self._there = there if stays else None
+            self._asked = now, after
+
+    def how(self, silent_s: float, late_after_s: float | None = None) -> m.Stillness:
+        """Return what it is at, where it has not answered for so long, and is late after so long."""
+        if self._how != "stopped" and silent_s > DEAF_S:
+            return "deaf"
+        if self._how != "working" or self._there is None or late_after_s is None:
+            return self._how
+        there_s, ran_s, asked = self._there
+        spins = there_s >= max(SPINS_S, late_after_s) and ran_s >= SPINS_RAN_S
+        return "spinning" if spins and asked <= SPINS_ASKED * there_s else "working"
 
 
 def waits_in(groups: Sequence[GroupCalls], *, for_agent: bool) -> m.Call | None:

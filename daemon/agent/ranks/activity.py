@@ -10,12 +10,12 @@ MOST_PROCESSES = 512
 _TICKS_PER_S = os.sysconf("SC_CLK_TCK")
 # Fields of /proc/PID/stat after the name in parentheses, see proc(5): of the process, and of its children
 # that have ended.
-_STATE, _UTIME, _CSTIME = 0, 11, 14
+_STATE, _MINFLT, _CMAJFLT, _UTIME, _CSTIME = 0, 7, 10, 11, 14
 
 
 def activity(pid: int, proc: Path = Path("/proc")) -> Activity | None:
     """Return what a process and its descendants have done; None where the kernel does not say all of it."""
-    ran_s, wanted_s = 0.0, {}
+    ran_s, asked, wanted_s = 0.0, 0, {}
     blocked = stopped = False
     left, seen = [pid], 0
     try:
@@ -24,7 +24,9 @@ def activity(pid: int, proc: Path = Path("/proc")) -> Activity | None:
             seen += 1
             if seen > MOST_PROCESSES:
                 return None
-            ran_s += sum(map(int, _stat(proc / str(one))[_UTIME : _CSTIME + 1])) / _TICKS_PER_S
+            stat = _stat(proc / str(one))
+            ran_s += sum(map(int, stat[_UTIME : _CSTIME + 1])) / _TICKS_PER_S
+            asked += sum(map(int, stat[_MINFLT : _CMAJFLT + 1])) + _moved(proc / str(one))
             for task in (proc / str(one) / "task").iterdir():
                 wanted_s[int(task.name)] = int((task / "schedstat").read_text().split()[1]) / 1e9
                 left += map(int, (task / "children").read_text().split())
@@ -35,7 +37,16 @@ def activity(pid: int, proc: Path = Path("/proc")) -> Activity | None:
     except (OSError, ValueError):
         # It has ended meanwhile, or this kernel has no such files.
         return None
-    return Activity(ran_s, wanted_s, blocked=blocked, stopped=stopped)
+    return Activity(ran_s, wanted_s, asked=asked, blocked=blocked, stopped=stopped)
+
+
+def _moved(process: Path) -> int:
+    """Return how often it has read and written; 0 where the kernel does not say."""
+    try:
+        lines = (process / "io").read_text().splitlines()
+    except OSError:
+        return 0
+    return sum(int(line.split()[1]) for line in lines if line.startswith(("syscr:", "syscw:")))
 
 
 def _stat(process: Path) -> list[str]:

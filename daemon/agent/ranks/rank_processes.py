@@ -18,6 +18,8 @@ from msgspec.structs import replace
 from ckptless.daemon.agent.core.actions import StartProcess
 from ckptless.daemon.agent.core.agent_core import AgentCore
 from ckptless.daemon.agent.core.slots import Slot
+from ckptless.daemon.agent.ranks import stacks
+from ckptless.daemon.agent.ranks.activity import activity
 from ckptless.daemon.agent.ranks.console import ConsoleOutput, RankOutput, rank_log_path
 from ckptless.daemon.agent.ranks.environment import (
     AGENT_SOCKET,
@@ -32,7 +34,7 @@ from ckptless.daemon.agent.ranks.environment import (
 from ckptless.daemon.agent.ranks.link import RankLink
 from ckptless.daemon.agent.ranks.processes import Process, SpawnSpec, Zygote
 from ckptless.daemon.agent.ranks.socket_folder import Scratch
-from ckptless.daemon.agent.ranks.standing import LOOK_S, Page, Standing, place, stacks_of
+from ckptless.daemon.agent.ranks.standing import LOOK_S, Page, Standing
 from ckptless.daemon.protocol import messages as m
 from ckptless.daemon.protocol.errors import CkptlessError
 from ckptless.daemon.settings.agent_config import AgentConfig
@@ -58,6 +60,8 @@ class RankProcess:
     link: RankLink | None = None
     # Once it has said Hello.
     page: Page | None = None
+    # While its native stacks are read.
+    spied: asyncio.Task[None] | None = None
 
 
 class RankProcesses:
@@ -260,7 +264,7 @@ class RankProcesses:
         one = self._running.get(birth)
         if one is None:
             return
-        if hung and one.page is not None and one.page.watched.at is None:
+        if hung and one.page is not None:
             self._tasks.spawn(self._kill_hung(one, one.page))
         else:
             one.process.kill()
@@ -272,14 +276,47 @@ class RankProcesses:
             asyncio.get_running_loop().call_later(for_s, one.process.kill, signal.SIGCONT)
 
     async def _kill_hung(self, one: RankProcess, page: Page) -> None:
-        await self._ask_where(one, page)
+        if page.watched.at is None:
+            await self._ask_where(one, page, stopped=False)
+        if one.spied is not None:
+            # It was begun when the rank was told of.
+            await asyncio.wait({one.spied}, timeout=stacks.HELD_S)
         one.process.kill()
 
-    async def _ask_where(self, one: RankProcess, page: Page) -> None:
-        """Have a process write its stacks, to its log; and note where it is."""
-        stacks = await stacks_of(page, one.process.kill)
-        one.output.add(stacks.encode())
-        page.watched.at = place(stacks)
+    async def _ask_where(self, one: RankProcess, page: Page, *, stopped: bool) -> None:
+        """Write to a process's log what its threads are at; note where its main thread is in the script.
+
+        That is waited for, and the native stacks are not: whoever hangs is told of at once.
+        """
+        pid = one.process.pid
+        _add(one, f"what the kernel says of process {pid}", stacks.kernels_view(pid))
+        # One that is stopped cannot write its own; py-spy reads them, and is quick then.
+        written = "" if stopped else await stacks.written_by(page, one.process.kill)
+        _add(one, f"the stacks of process {pid}", written or "it writes none")
+        page.watched.at = stacks.place(stacks.main_thread(written))
+        if page.closed:
+            return
+        if (spied := self._spy(one, page, stopped=not written)) is not None and not written:
+            await asyncio.wait({spied}, timeout=stacks.HELD_S)
+
+    def _spy(self, one: RankProcess, page: Page, *, stopped: bool) -> asyncio.Task[None] | None:
+        async def spy() -> None:
+            found = await stacks.native(one.process.pid, one.process.kill, stopped=stopped)
+            _add(one, f"the native stacks of process {one.process.pid}", found)
+            if page.watched.at == "":
+                page.watched.at = stacks.place(stacks.main_thread(found))
+            one.spied = None
+
+        if one.spied is None:
+            one.spied = self._tasks.spawn(spy())
+        return one.spied
+
+    async def _ask_again(self, one: RankProcess, page: Page) -> None:
+        """Ask a process that runs whether it is still in the same place; its log has that already."""
+        pid, before = one.process.pid, activity(one.process.pid)
+        stack = stacks.main_thread(await stacks.written_by(page, one.process.kill))
+        now = asyncio.get_running_loop().time()
+        page.watched.found(stacks.spot(stack), before, activity(pid), now)
 
     def forward(self, number: signal.Signals) -> None:
         """Send it to every process that has come up; one that is still being forked does not get it."""
@@ -305,20 +342,26 @@ class RankProcesses:
         """Look at the pages of all processes, again and again."""
         while True:
             await asyncio.sleep(LOOK_S)
-            for one in list(self._running.values()):
-                slot = self._core.occupied(one.birth)
-                if one.page is None or one.page.closed or slot is None:
-                    continue
-                one.page.count(slot, own=True)
-                now = asyncio.get_running_loop().time()
-                still, until = self._standing.look(one.page, slot, one.process.pid, now)
-                if still is not None and still.call is None and one.page.watched.at is None:
-                    # Once, before it is told of: what the others wait for is worth that.
-                    await self._ask_where(one, one.page)
-                    still = replace(still, at=one.page.watched.at or "")
-                if one.birth in self._running:
-                    self._core.stands(one.birth, still, until)
+            # no deadline: those that are asked have one each
+            await asyncio.gather(*map(self._look_at, list(self._running.values())))
             self._settle()
+
+    async def _look_at(self, one: RankProcess) -> None:
+        slot, page = self._core.occupied(one.birth), one.page
+        if page is None or page.closed or slot is None:
+            return
+        page.count(slot, own=True)
+        now = asyncio.get_running_loop().time()
+        still, until = self._standing.look(page, slot, one.process.pid, now)
+        if still is not None and still.call is None:
+            if page.watched.at is None:
+                # Once, before it is told of: what the others wait for is worth that.
+                await self._ask_where(one, page, stopped=still.how == "stopped")
+                still = replace(still, at=page.watched.at or "")
+            elif still.late and (until is None or still.over) and page.watched.asks_where(now):
+                await self._ask_again(one, page)
+        if one.birth in self._running:
+            self._core.stands(one.birth, still, until)
 
     # ------------------------------------------------------------------------------------- close
 
@@ -337,6 +380,10 @@ class RankProcesses:
             await asyncio.wait(self._ends, timeout=2 * OUTPUT_DEADLINE_S)
         await end_all([*self._tasks, *self._ends])
         self._scratch.close()
+
+
+def _add(one: RankProcess, what: str, text: str) -> None:
+    one.output.add(f"ckptless: {what}:\n{text.rstrip()}\n".encode())
 
 
 async def _end(processes: list[Process], number: signal.Signals, deadline_s: float) -> bool:

@@ -1,14 +1,8 @@
 """Looks at the pages of this node's ranks, and finds out what a rank is at that does not get on."""
 
-import asyncio
 import fcntl
 import os
-import re
-import sysconfig
-import time
-from collections.abc import Callable
 from dataclasses import dataclass, field
-from pathlib import Path
 
 from ckptless.daemon.agent.core import stillness
 from ckptless.daemon.agent.core.slots import Slot
@@ -17,10 +11,8 @@ from ckptless.daemon.protocol import messages as m
 from ckptless.daemon.protocol import page as p
 
 LOOK_S = 0.25
-# What writing its stacks may take a process, and how many bytes of them are read.
-STACKS_S, PAUSE_S, STACKS_NBYTES = 0.3, 0.02, 1 << 18
-_FRAME = re.compile(r'^  File "(.*)", line (\d+) in (.*)$')
-_LIBRARIES = tuple({sysconfig.get_path(name) for name in ("stdlib", "platstdlib", "purelib", "platlib")})
+# Of the stacks that a process writes so much is read.
+STACKS_NBYTES = 1 << 18
 
 
 @dataclass
@@ -125,7 +117,7 @@ class Standing:
         still = m.Still(
             still_s=still_s,
             late=late,
-            how=one.how(silent_s),
+            how=one.how(silent_s, late_after_s),
             phase=reader.phase,
             longest_s=self._rhythm.longest_s,
             over=until is not None and until <= now,
@@ -149,31 +141,3 @@ class Standing:
         if len(page.steps) >= stillness.WINDOW:
             slot.pace = stillness.pace_of(page.steps)
             page.steps.clear()
-
-
-def place(stacks: str) -> str:
-    """Return where the main thread is in code that is nobody's library, from what faulthandler writes."""
-    # The main thread is the last; of its frames the innermost comes first.
-    frames = [_FRAME.match(line) for line in stacks.rpartition("(most recent call first):")[2].splitlines()]
-    known = [frame.groups() for frame in frames if frame is not None]
-    own = [frame for frame in known if not frame[0].startswith(_LIBRARIES)]
-    if not known:
-        return ""
-    path, line, function = (own or known)[0]
-    return f"{function} ({Path(path).name}, line {line})"
-
-
-async def stacks_of(page: Page, kill: Callable[[int], None]) -> str:
-    """Ask a process for the stacks of its threads; "" where it writes none, as while it is stopped."""
-    kill(m.STACKS_SIGNAL)
-    stacks, deadline = "", time.monotonic() + STACKS_S
-    while time.monotonic() < deadline:
-        await asyncio.sleep(PAUSE_S)
-        if page.closed:
-            break
-        more = page.new_stacks()
-        if stacks and not more:
-            # Nothing in a pause: it is done.
-            break
-        stacks += more
-    return stacks

@@ -108,6 +108,11 @@ TABLE: dict[str, Meaning] = {
     "clock": _state("note", "the clock is not synchronised"),
     "cpu-throttled": _event("note", "processors are too hot", strikes=3),
     "shared-memory": _state("drain", "there is no room in shared memory"),
+    # By Slurm's word, which is acted upon elsewhere: jobs lose such a node, or leave it.
+    "slurm-down": Meaning("note", 1, _STATE_S, "the node is down in Slurm"),
+    "slurm-fail": Meaning("note", 1, _STATE_S, "the node is about to fail, by Slurm's word"),
+    "slurm-drained": Meaning("note", 1, _STATE_S, "somebody has drained the node in Slurm"),
+    "slurm-not-responding": _state("note", "the node's slurmd does not answer Slurm"),
     # Of the network.
     "link-down": _state("move", "a network link that was up is down"),
     "link-slow": _state("move", "a network link is slower than it was"),

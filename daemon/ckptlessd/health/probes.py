@@ -2,7 +2,7 @@
 
 import logging
 import re
-from collections.abc import Callable, Sequence
+from collections.abc import Awaitable, Callable, Sequence
 from importlib.metadata import entry_points
 from pathlib import Path
 
@@ -12,8 +12,10 @@ from ckptless.daemon.ckptlessd.health.kernel_log import KernelLogProbe
 from ckptless.daemon.ckptlessd.health.links import LinkProbe
 from ckptless.daemon.ckptlessd.health.nvml import NvmlProbe
 from ckptless.daemon.ckptlessd.health.probe import Finding, Probe
+from ckptless.daemon.ckptlessd.health.slurm_view import SlurmProbe
 from ckptless.daemon.protocol.limits import one_line
 from ckptless.daemon.settings.options import HealthSettings
+from ckptless.daemon.slurm.adapter import Node
 
 logger = logging.getLogger(__name__)
 
@@ -40,8 +42,16 @@ class _Absent(Probe):
         raise RuntimeError(self._why)
 
 
-def probes(settings: HealthSettings, state_dir: str, is_idle: Callable[[], bool]) -> dict[str, Probe]:
-    """Return the probes by their names. `is_idle`: whether it is known that no job is on this node."""
+def probes(
+    settings: HealthSettings,
+    state_dir: str,
+    is_idle: Callable[[], bool],
+    ask_slurm: Callable[[], Awaitable[Node]],
+) -> dict[str, Probe]:
+    """Return the probes by their names. `is_idle`: whether it is known that no job is on this node.
+
+    `ask_slurm` gives this node as Slurm has it, in the event loop that this is called in.
+    """
     rooms = dict.fromkeys((*_NEED_ROOM, state_dir, *settings.disks))
     found: dict[str, Probe] = {
         "kernel-log": KernelLogProbe(),
@@ -49,6 +59,7 @@ def probes(settings: HealthSettings, state_dir: str, is_idle: Callable[[], bool]
         "host": HostProbe(),
         "link": LinkProbe(),
         "nvml": NvmlProbe(lambda: not is_idle()),
+        "slurm": SlurmProbe(ask_slurm),
     }
     if settings.mounts:
         found["mount"] = MountProbe(settings.mounts)

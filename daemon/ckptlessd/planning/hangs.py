@@ -64,6 +64,7 @@ def what(still: m.Still) -> str:
         "stopped": "its process is stopped by a signal",
         "deaf": "it holds the interpreter and answers nothing",
         "working": "it runs, or waits for a disk",
+        "spinning": "it runs, and does not leave one place",
     }[still.how]
     return f"{doing}{place}{phase}"
 

@@ -31,7 +31,7 @@ from ckptless.daemon.agent.core.stillness import (
     waits_in,
 )
 from ckptless.daemon.agent.ranks.activity import activity
-from ckptless.daemon.agent.ranks.standing import Page, Standing, place
+from ckptless.daemon.agent.ranks.standing import Page, Standing
 from ckptless.daemon.protocol import messages as m
 from ckptless.daemon.protocol.page import FOR_AGENT, GroupCalls, Stepped
 from ckptless.pytorch_hooks.agent_session.page import FIRST_STEPS
@@ -313,25 +313,6 @@ def test_a_pace_is_told_of_a_dozen_of_steps(rank: Rank) -> None:
     assert rank.slot.told(0.0).pace == pace
     rank.slot.enter("assigned", 2, rank.now)
     assert rank.slot.told(0.0).pace is None
-
-
-STACKS = f"""Thread 0x00007f6d5dffb6c0 (most recent call first):
-  File "{os.__file__}", line 81 in _worker
-  File "/home/me/other.py", line 1 in helper
-
-Current thread 0x00007f6d87c45b80 (most recent call first):
-  File "{os.__file__}", line 327 in wait
-  File "/home/me/my train.py", line 32 in in_the_way
-  File "/home/me/my train.py", line 47 in train
-"""
-
-
-def test_the_place_in_the_script_is_the_main_thread_s() -> None:
-    assert place(STACKS) == "in_the_way (my train.py, line 32)"
-    assert (
-        place(STACKS.split("\n\n")[0].replace("/home/me/other.py", os.__file__)) == "_worker (os.py, line 81)"
-    )
-    assert place("") == place("garbage\n  File x") == ""
 
 
 # ---------------------------------------------------------------------------------------- real processes

@@ -4,11 +4,14 @@ from __future__ import annotations
 
 import math
 import os
+import random
+from dataclasses import replace
 from typing import Any
 
 import pytest
 
-from tests.bench import data, init, replication, scale
+from ckptless.daemon.protocol.records import FaultRecord
+from tests.bench import data, hangs, init, replication, scale
 from tests.bench.figures import cpu_s, grouped, ratios, table
 
 
@@ -131,3 +134,54 @@ def test_a_store_without_its_peer_has_no_ratio() -> None:
     theirs = {**run, "system": "TCPStore", "pattern": "lazy", "cold_s": 0.1, "again_s": 0.1}
     of, lazy, own = init.store_rows([theirs, {**ours, "pattern": "lazy"}, {**ours, "pattern": "ckptless"}])
     assert (of[6], lazy[6], own[6]) == ("", "2.00 (2.00 to 2.00)", "")
+
+
+# ------------------------------------------------------------------------------------------- hangs
+
+
+def fault(kind: str, rank: int | None, detail: str) -> FaultRecord:
+    return FaultRecord(
+        job="a", fault="f1", kind=kind, node=0, slot=0, rank=rank, generation=1, seen_s=1.0, detail=detail
+    )
+
+
+IN_LOCK = fault("hung", 2, "3 other ranks wait: it sleeps in lock (hangs_script.py, line 72)")
+APART = "all ranks wait in collectives that do not fit: {} in barrier of 1 elements, ranks 0, 1 in allreduce"
+HALF = fault("stall", None, APART.format("ranks 2, 3"))
+ONE = fault("hung", 2, APART.format("rank 2"))
+
+
+@pytest.mark.parametrize(
+    ("kind", "faults", "right"),
+    [
+        ("lock", [IN_LOCK], True),
+        ("lock@commit", [IN_LOCK], True),
+        ("file", [IN_LOCK], False),
+        ("lock", [], False),
+        ("lock", [IN_LOCK, IN_LOCK], False),
+        ("lock", [fault("hung", 1, IN_LOCK.detail)], False),
+        ("lock", [fault("died", 2, IN_LOCK.detail)], False),
+        ("other_collective", [ONE], True),
+        ("other_collective", [HALF], False),
+        ("half", [HALF], True),
+        ("half", [ONE], False),
+        ("half", [fault("stall", None, APART.format("rank 2"))], False),
+    ],
+)
+def test_who_is_named_rightly(kind: str, faults: list[FaultRecord], right: bool) -> None:
+    assert hangs.is_right(hangs.Planned(40, 2, kind), faults) is right
+
+
+def test_all_kinds_come_in_turn_each_after_its_rhythm() -> None:
+    found = hangs.plan(["lock", "half"], 5, random.Random(1))
+    assert [one.kind for one in found] == ["lock", "half", "lock", "half", "lock"]
+    assert [one.step for one in found] == [40, 80, 120, 160, 200]
+    assert hangs.Planned(40, 3, "half").words == ["40:3:other_collective", "40:0:other_collective"]
+
+
+def test_what_is_named_too_late_is_right_but_not_in_time() -> None:
+    late = hangs.Hang("lock", 1, True, 5.5, 6.0, "", 1.0)
+    run = hangs.run_of("hangs", [late, replace(late, found_s=4.0)], 0.05, 0)
+    assert hangs.told([run]).splitlines()[-1] == "| all | 2 | 2 | 1 | 4.75 | 5.50 | 5.50 | 6.00 |"
+    # Three steps, where those are longer.
+    assert [one["in_time"] for one in hangs.run_of("hangs", [late], 2.0, 0)["hangs"]] == [True]

@@ -52,6 +52,7 @@ def test_who_waits_for_nobody_holds_up_those_that_wait() -> None:
         ("asleep", True, "it sleeps"),
         ("stopped", True, "its process is stopped by a signal"),
         ("deaf", True, "it holds the interpreter and answers nothing"),
+        ("spinning", True, "it runs, and does not leave one place"),
         ("working", False, "it runs, or waits for a disk"),
     ],
 )

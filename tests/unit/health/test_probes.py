@@ -1,5 +1,6 @@
 """Which probes look: those that come along, the site's, and those of installed packages."""
 
+import asyncio
 from collections.abc import Sequence
 from importlib.metadata import EntryPoint, EntryPoints
 from typing import Any
@@ -12,8 +13,9 @@ from ckptless.daemon.ckptlessd.health.host import DiskProbe
 from ckptless.daemon.ckptlessd.health.probe import Finding, Probe
 from ckptless.daemon.ckptlessd.health.probes import GROUP, probes
 from ckptless.daemon.settings.options import HealthSettings
+from ckptless.daemon.slurm.adapter import Node
 
-ALONG = ["kernel-log", "disk", "host", "link", "nvml"]
+ALONG = ["kernel-log", "disk", "host", "link", "nvml", "slurm"]
 
 
 class Good:
@@ -89,7 +91,13 @@ def entry(name: str, what: str = "Good") -> EntryPoint:
 
 
 def found(**settings: Any) -> dict[str, Probe]:
-    return probes(HealthSettings(**settings), "/var/lib/ckptless", lambda: False)
+    async def ask_slurm() -> Node:
+        raise AssertionError("nobody looks")
+
+    async def make() -> dict[str, Probe]:
+        return probes(HealthSettings(**settings), "/var/lib/ckptless", lambda: False, ask_slurm)
+
+    return asyncio.run(make())
 
 
 def test_those_that_come_along() -> None:
@@ -122,7 +130,7 @@ def test_what_is_off(installed: list[EntryPoint]) -> None:
         mounts=("/home",),
         commands={"nhc": "/bin/true", "other": "/bin/true"},
     )
-    assert list(made) == ["kernel-log", "disk", "host", "command-other", "site"]
+    assert list(made) == ["kernel-log", "disk", "host", "slurm", "command-other", "site"]
     assert MADE == []
     assert list(found()) == [*ALONG, "site", "broken"]
     assert MADE == ["one"]
