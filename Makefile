@@ -142,6 +142,12 @@ bench-scale: $(STAMP)
 	$(BIN)/python -m tests.bench.scale
 	$(BIN)/python -m tests.bench.report
 
+# Whether a hang is told of where none is, for so many seconds each: on a machine with a load of 20, in a job of wild
+# step times, and in such a job on such a machine. K='even-20' or 'wild-0' for one of them.
+.PHONY: false-alarms
+false-alarms: $(STAMP)
+	CKPTLESS_SOAK_S=$(SECONDS) $(BIN)/python -m pytest -q -s -m slow tests/local/test_false_alarms.py -k '$(K)'
+
 # Recoveries of one job: whether all losses are equal, and in how many seconds.
 .PHONY: bench-faults
 bench-faults: $(STAMP)

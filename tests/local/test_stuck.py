@@ -58,6 +58,10 @@ def test_one_that_runs_is_named_and_once_it_is_seen_to_spin_replaced(tmp_path: P
     assert "it runs, and does not leave one place in waits_for_ever (stuck_script.py, line" in fault.detail
 
 
+def log_of(home: Path, rank: int) -> str:
+    return next((home / "state").glob(f"node-{rank}/logs/rank-{rank:05d}.log")).read_text()
+
+
 @pytest.mark.parametrize(
     "kinds",
     [
@@ -89,7 +93,7 @@ def test_who_sleeps_is_replaced_by_the_rhythm_of_the_job(tmp_path: Path, kinds: 
         # Where one is that is stopped py-spy may tell.
         assert kind == "stopped" or (f"in {function} (hangs_script.py, line" in one.detail) == (
             kind != "other_collective"
-        ), one.detail
+        ), f"{one.detail}\n{log_of(tmp_path, number % ranks)}"
         # Long before the longest stall, which is 300 s.
         began = float((out / f"hang-{every * (number + 1)}-{one.rank}").read_text())
         assert one.seen_s - began < 60.0
@@ -99,7 +103,7 @@ def test_who_sleeps_is_replaced_by_the_rhythm_of_the_job(tmp_path: Path, kinds: 
         lines = dict.fromkeys((out / f"loss-{rank}.txt").read_text().splitlines())
         assert [int(line.split()[0]) for line in lines] == list(range(steps)), "no step has two losses"
         losses.append(lines)
-        log = next((tmp_path / "state").glob(f"node-{rank}/logs/rank-{rank:05d}.log")).read_text()
+        log = log_of(tmp_path, rank)
         named = [kind.partition("@")[0] for of, kind in hangs.values() if of == rank]
         asked = [kind for kind in named if kind != "other_collective"]
         # One that is stopped writes no stacks of its own.

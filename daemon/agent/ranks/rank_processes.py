@@ -280,7 +280,10 @@ class RankProcesses:
             await self._ask_where(one, page, stopped=False)
         if one.spied is not None:
             # It was begun when the rank was told of.
-            await asyncio.wait({one.spied}, timeout=stacks.HELD_S)
+            _, reading = await asyncio.wait({one.spied}, timeout=stacks.HELD_S)
+            for task in reading:
+                task.cancel()
+                _add(one, f"the native stacks of process {one.process.pid}", "its end did not wait for them")
         one.process.kill()
 
     async def _ask_where(self, one: RankProcess, page: Page, *, stopped: bool) -> None:
