@@ -61,6 +61,8 @@ leaves = st.one_of(
     arrays(),
     st.sampled_from(list(raw.DTYPES.values())),
     st.lists(st.integers(0, 1 << 40), max_size=3).map(torch.Size),
+    # Lists of whole numbers alone are packed at once, where all fit.
+    st.lists(st.sampled_from((0, -(1 << 63), (1 << 64) - 1, -(1 << 63) - 1, 1 << 64, True)), max_size=4),
 )
 
 
