@@ -3,11 +3,15 @@
 from __future__ import annotations
 
 import ast
+import subprocess
 from collections import Counter
 from pathlib import Path
 
+import pytest
+
 ROOT = Path(__file__).parents[3]
 MOST_FILES = 20
+ROOMS = {"daemon", "docs", "etc", "pytorch_hooks", "slurm_ext", "src", "tests", ".ci"}
 
 
 def modules() -> list[Path]:
@@ -25,3 +29,11 @@ def test_a_room_has_few_files() -> None:
 def test_every_file_says_what_it_is_about() -> None:
     silent = [path for path in modules() if not ast.get_docstring(ast.parse(path.read_text()))]
     assert not silent
+
+
+def test_a_folder_at_the_top_is_one_that_is_meant() -> None:
+    """Not a checkpoint, say, that a script has left where it was started."""
+    if not (ROOT / ".git").exists():
+        pytest.skip("no git repository here")
+    done = subprocess.run(["git", "ls-files"], cwd=ROOT, capture_output=True, text=True, check=True)
+    assert {line.partition("/")[0] for line in done.stdout.splitlines() if "/" in line} == ROOMS
