@@ -33,7 +33,7 @@ def test_every_file_says_what_it_is_about() -> None:
 
 def test_a_folder_at_the_top_is_one_that_is_meant() -> None:
     """Not a checkpoint, say, that a script has left where it was started."""
-    if not (ROOT / ".git").exists():
-        pytest.skip("no git repository here")
-    done = subprocess.run(["git", "ls-files"], cwd=ROOT, capture_output=True, text=True, check=True)
+    done = subprocess.run(["git", "ls-files"], cwd=ROOT, capture_output=True, text=True, check=False)
+    if done.returncode:
+        pytest.skip(f"no git repository that may be asked: {done.stderr.strip()}")
     assert {line.partition("/")[0] for line in done.stdout.splitlines() if "/" in line} == ROOMS
