@@ -68,8 +68,11 @@ def _evict(run: JobHost, asked: Evict, uid: int) -> Evicted:
             text = f"{names[node]} is about to leave: {control.asked[node].reason}"
             return Evicted(verdict="already", node=node, text=text)
         run.session.leave(node, Leave(f"{what} {by}{reason}", asked.source, shrink=True))
-        text = f"{names[node]} leaves job {run.job} once its ranks have moved"
-        return Evicted(verdict="accepted", node=node, text=text)
+        return Evicted(
+            verdict="accepted",
+            node=node,
+            text=f"{names[node]} leaves job {run.job} once its ranks have moved",
+        )
     run.session.lose(NodeLost(node, f"{what} {by}{reason}", 0.0, source=asked.source))
     return Evicted(verdict="accepted", node=node, text=f"{names[node]} is taken out of job {run.job}")
 
