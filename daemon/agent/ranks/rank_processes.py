@@ -60,8 +60,9 @@ class RankProcess:
     link: RankLink | None = None
     # Once it has said Hello.
     page: Page | None = None
-    # While its native stacks are read.
+    # While its native stacks are read; whether its log is still to have them.
     spied: asyncio.Task[None] | None = None
+    unread: bool = False
 
 
 class RankProcesses:
@@ -267,7 +268,7 @@ class RankProcesses:
         if hung and one.page is not None:
             self._tasks.spawn(self._kill_hung(one, one.page))
         else:
-            one.process.kill()
+            _kill(one)
 
     def pause(self, birth: int, for_s: float) -> None:
         """Stop a process, which goes on after so many seconds where it is not dead by then."""
@@ -280,18 +281,15 @@ class RankProcesses:
             await self._ask_where(one, page, stopped=False)
         if one.spied is not None:
             # It was begun when the rank was told of.
-            _, reading = await asyncio.wait({one.spied}, timeout=stacks.HELD_S)
-            for task in reading:
-                task.cancel()
-                _add(one, f"the native stacks of process {one.process.pid}", "its end did not wait for them")
-        one.process.kill()
+            await asyncio.wait({one.spied}, timeout=stacks.HELD_S)
+        _kill(one)
 
     async def _ask_where(self, one: RankProcess, page: Page, *, stopped: bool) -> None:
         """Write to a process's log what its threads are at; note where its main thread is in the script.
 
         That is waited for, and the native stacks are not: whoever hangs is told of at once.
         """
-        pid = one.process.pid
+        pid, one.unread = one.process.pid, True
         _add(one, f"what the kernel says of process {pid}", stacks.kernels_view(pid))
         # One that is stopped cannot write its own; py-spy reads them, and is quick then.
         written = "" if stopped else await stacks.written_by(page, one.process.kill)
@@ -299,13 +297,14 @@ class RankProcesses:
         page.watched.at = stacks.place(stacks.main_thread(written))
         if page.closed:
             return
-        if (spied := self._spy(one, page, stopped=not written)) is not None and not written:
+        spied = self._spy(one, page, stopped=not written)
+        if not written:
             await asyncio.wait({spied}, timeout=stacks.HELD_S)
 
-    def _spy(self, one: RankProcess, page: Page, *, stopped: bool) -> asyncio.Task[None] | None:
+    def _spy(self, one: RankProcess, page: Page, *, stopped: bool) -> asyncio.Task[None]:
         async def spy() -> None:
             found = await stacks.native(one.process.pid, one.process.kill, stopped=stopped)
-            _add(one, f"the native stacks of process {one.process.pid}", found)
+            _add_native(one, found)
             if page.watched.at == "":
                 page.watched.at = stacks.place(stacks.main_thread(found))
             one.spied = None
@@ -383,6 +382,19 @@ class RankProcesses:
             await asyncio.wait(self._ends, timeout=2 * OUTPUT_DEADLINE_S)
         await end_all([*self._tasks, *self._ends])
         self._scratch.close()
+
+
+def _add_native(one: RankProcess, found: str) -> None:
+    """Write the native stacks, or why there are none, to its log: once."""
+    if one.unread:
+        one.unread = False
+        _add(one, f"the native stacks of process {one.process.pid}", found)
+
+
+def _kill(one: RankProcess) -> None:
+    # With its end its log is closed.
+    _add_native(one, "not read: it was ended before that was done")
+    one.process.kill()
 
 
 def _add(one: RankProcess, what: str, text: str) -> None:

@@ -22,8 +22,8 @@ from ckptless.daemon.protocol import messages as m
 
 # What writing its stacks may take a process that has no processor for it; else it takes 0.05 s.
 WRITTEN_S, PAUSE_S = 1.0, 0.02
-# What py-spy may take (0.2 s for a process with torch in it), and how much of that a process's end waits for,
-# which is what the other ranks take to leave the generation.
+# What py-spy may take (0.2 s for a process with torch in it), and how much of that a process's end waits for
+# while the other ranks leave the generation.
 NATIVE_S, HELD_S = 1.0, 0.5
 # From SIGKILL to its end.
 END_S = 1.0
