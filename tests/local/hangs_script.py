@@ -144,7 +144,7 @@ def maybe_hang(run: Any, where: str) -> None:
 
 
 class Saved:
-    """What a commit asks for its state."""
+    """An object that each commit asks for its state."""
 
     def __init__(self, run: Any) -> None:
         self._run = run

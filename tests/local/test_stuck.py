@@ -72,7 +72,7 @@ def log_of(home: Path, rank: int) -> str:
     ],
 )
 def test_who_sleeps_is_replaced_by_the_rhythm_of_the_job(tmp_path: Path, kinds: tuple[str, ...]) -> None:
-    """Of one job each rank hangs in turn, each in another way."""
+    """Each rank of one job hangs in turn, each in another way."""
     ranks, every = 4, 40
     hangs = {every * (number + 1): (number % ranks, kind) for number, kind in enumerate(kinds)}
     out, steps = tmp_path / "out", every * (len(kinds) + 1)

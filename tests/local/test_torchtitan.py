@@ -66,7 +66,7 @@ def _lines(home: Path) -> list[str]:
 
 @pytest.mark.slow
 def test_a_job_that_begins_from_torchtitans_checkpoint(tmp_path: Path) -> None:
-    """Who takes a rank before the first commit after that has its position in the data, too."""
+    """A process that takes a rank before the first commit has the position in the data, too."""
     env = {**QUIET, "MORE": "0"}
     plain(SCRIPT, tmp_path, 10, env)
     saved = (tmp_path / "plain").rename(tmp_path / "first") / "checkpoint" / "step-4"

@@ -117,7 +117,7 @@ def test_a_trainer_of_another_kind_is_refused() -> None:
 
 
 def test_another_release_is_refused_where_it_is_imported(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Of 0.2, say, which has no such module."""
+    """Release 0.2, say, has no such module."""
     monkeypatch.delitem(sys.modules, adapter.__name__)
     monkeypatch.setitem(sys.modules, "torchtitan.trainer", None)
     with pytest.raises(UsageError, match=r"not the one that ckptless knows .*: use torchtitan 0\.3"):

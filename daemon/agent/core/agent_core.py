@@ -131,8 +131,7 @@ class AgentCore:
             if rank is not None and one is not None and slot.phase == "waiting":
                 one.ahead = ahead
                 slot.enter("preparing", ahead.generation, now)
-                self.out.append(PrepareRank(one.birth, rank, ahead))
-        self.out.append(ReportState())
+                self.out += [PrepareRank(one.birth, rank, ahead), ReportState()]
 
     def _assign(self, assignment: m.Assignment, now: float) -> None:
         """Take the next generation: state first, then every slot as it says."""

@@ -23,7 +23,7 @@ REPEAT_S = 1.0
 
 @dataclass
 class _Ahead:
-    """What spares were told to build for, so that the ranks of `node` can leave it: at `since_s`."""
+    """The assignment that spares (`newcomers`) build for since `since_s`, so that ranks can leave `node`."""
 
     node: int
     assignment: m.Assignment

@@ -146,7 +146,7 @@ def prepares(node: Node) -> tuple[int, m.Assignment]:
 def test_a_spare_builds_ahead_and_gets_what_it_has_built_for(node: Node) -> None:
     birth, ahead = prepares(node)
     # Said again, it changes nothing.
-    assert kinds(node.obey(m.Prepare(generation=1, assignment=ahead))) == ["ReportState"]
+    assert node.obey(m.Prepare(generation=1, assignment=ahead)) == []
     node.core.advance(node.core.slots[1], m.Prepared(generation=2), node.now)
     assert node.phases() == ["assigned", "prepared"]
     node.obey(m.Stop(generation=1, reason="it moves"))

@@ -141,7 +141,7 @@ def test_one_that_answers_nothing_is_deaf_all_the_same() -> None:
 
 
 class Paper:
-    """What a process writes, so much from look to look."""
+    """A page to which a process writes so much from look to look."""
 
     def __init__(self, *parts: str) -> None:
         self.closed, self.parts = False, [*parts]
@@ -211,7 +211,7 @@ def spied(pid: int, *, stopped: bool = False) -> str:
 
 @pytest.fixture
 def patient(monkeypatch: pytest.MonkeyPatch) -> None:
-    """What a busy machine takes is no matter here."""
+    """The time that a busy machine takes does not matter here."""
     monkeypatch.setattr(stacks, "NATIVE_S", DEADLINE_S)
 
 

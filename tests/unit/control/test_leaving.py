@@ -32,7 +32,7 @@ def told(job: Job, kind: str) -> list[str]:
 
 
 def ahead(job: Job) -> list[m.Assignment]:
-    """What spares were told to build for."""
+    """Return the assignments that spares were told to build for."""
     return [order.assignment for order in job.node.told.orders if isinstance(order, m.Prepare)]
 
 
