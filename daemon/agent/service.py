@@ -111,7 +111,7 @@ class Agent:
         self._twins.check.on_doubt = self._changed
         self._saving.saver.on_event = self._requeue_memory.on_event = self._tell_of
         self._state.on_step = self._stepped
-        self._versions.on_dropped, self._versions.on_held = self._changed, self._progressed
+        self._versions.on_dropped, self._versions.on_held = self._changed, self._held
         daemon: asyncio.Task[None] | None = None
         lease: asyncio.Task[None] | None = None
         try:
@@ -277,6 +277,12 @@ class Agent:
             due = max(0.0, self._told_at + PROGRESS_INTERVAL_S - loop.time())
             self._progress = loop.call_later(due, self._changed)
 
+    def _held(self) -> None:
+        """Tell at once what a rank waits for that is about to be here, and soon what else has come."""
+        if self._core.arrived(self._versions.newest_whole):
+            self._settle()
+        self._progressed()
+
     def _event(self, kind: str, text: str) -> None:
         self._tell_of("warning", kind, text)
 
@@ -360,6 +366,8 @@ class Agent:
             case a.PrepareRank():
                 part = self._state.assigned(action.assignment, action.rank)
                 self._rank_processes.send(action.birth, replace(part, ahead=True))
+            case a.GiveAhead():
+                self._replicas.core.give_ahead(action.assignment)
             case a.PrefetchState():
                 self._state.prefetch(action.rank)
             case a.FollowAssignment():

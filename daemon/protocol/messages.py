@@ -227,10 +227,12 @@ class Prepare(Message, frozen=True, kw_only=True):
     """Have the spares that get ranks in this assignment build for it, while `generation` goes on.
 
     It is what the next generation is to be; nothing of it is agreed on, or told where the state is.
+    `state`: they have built, and are given the next commits of these ranks, too.
     """
 
     generation: Generation
     assignment: Assignment
+    state: bool = False
 
 
 class End(Message, frozen=True, kw_only=True):

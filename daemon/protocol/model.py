@@ -303,7 +303,8 @@ class Spent(Value, frozen=True, kw_only=True):
 class SlotState(Value, frozen=True, kw_only=True):
     """A slot as its agent sees it. `generation` is the one that `phase` speaks of.
 
-    `step` is the newest that is done; each `every`-th is committed, which takes `share` of the time.
+    `step` is the newest that is done (prepared: that has come to this node of what it is to go on from); each
+    `every`-th is committed, which takes `share` of the time.
     `stepped`: one was done in this generation, whatever became of the process since. `still`: it does
     not get on. `allowed_s`: by its script's word what it is at, instead of a step, may last so long yet
     (None: nothing was said). `pace`: of its last steps. `spent`: on all of them; None before the first.

@@ -79,6 +79,17 @@ class Holders:
         return self._ring.shard_holders(home, 0 if everywhere else self._copies, twins, unreachable)
 
 
+def moves(of: Holders, ahead: Assignment) -> dict[int, NodeInfo]:
+    """Return the ranks that are on other nodes in `ahead`, of as many ranks, and on which."""
+    infos = {info.node: info for info in of.assignment.nodes}
+    now = of.assignment.places
+    return {
+        rank: infos[place.node]
+        for rank, (place, before) in enumerate(zip(ahead.places, now, strict=True))
+        if place.node != before.node and place.node in infos
+    }
+
+
 def remakes(of: Holders, me: int) -> tuple[Remake, ...]:
     """Return what node `me` is to give, so that the restored step is held as a new one would be.
 

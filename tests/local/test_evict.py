@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import re
 import subprocess
 import sys
 from pathlib import Path
@@ -79,30 +80,38 @@ def test_nodes_are_taken_out_until_there_is_no_spare(tmp_path: Path) -> None:
 
 @pytest.mark.parametrize("parallel", ["ddp", "fsdp"])
 def test_ranks_move_before_their_node_is_out(tmp_path: Path, parallel: str) -> None:
-    """And all train for as long as it takes the spare to build for the rank that it gets."""
+    """And all train for as long as it takes the spare to build for the rank that it gets, and to get state.
+
+    By the ring it holds nothing of that rank.
+    """
     slow, hold = tmp_path / "slow", tmp_path / "out" / "hold"
     slow.touch()
     env = {"TOY_SLEEP_S": "0.1", "TOY_SLEEP_WHILE": str(slow), "TOY_PARALLEL": parallel}
-    builds = fault("build", "hold", 2, often=True)
+    builds = fault("build", "hold", 1, often=True)
     with toy(tmp_path, [builds], spares=1, env=env) as job:
         trains(job, 1)
         hold.touch()
-        assert evict(job, "node-2", "--planned")[1]["verdict"] == "accepted"
+        assert evict(job, "node-1", "--planned")[1]["verdict"] == "accepted"
         wait_until(lambda: told(job, "prepares"), DEADLINE_S, job)
         trains(job, 1, 20)
-        assert evict(job, "node-2", "--planned")[1]["verdict"] == "already"
+        assert evict(job, "node-1", "--planned")[1]["verdict"] == "already"
         assert read_toy(job.home / "out").generations == {1}
         hold.unlink()
         trains(job, 2)
-        wait_until(lambda: job.pid_of(2, "agent") is None, DEADLINE_S, job)
+        wait_until(lambda: job.pid_of(1, "agent") is None, DEADLINE_S, job)
         slow.unlink()
         job.ended(0, 150.0)
         ledger = same_as_reference(job, [], parallel=parallel)
-    assert ledger.generations[-1].places == ((0, 0), (1, 0), (4, 0), (3, 0))
+    assert ledger.generations[-1].places == ((0, 0), (4, 0), (2, 0), (3, 0))
+    (leaves,) = told(job, "leaves")
+    (step,) = map(int, re.findall(r"; where they go there is step (\d+)$", leaves))
+    restored = ledger.generations[-1].restore_step
+    assert restored is not None
+    assert 20 < step <= restored
     assert ledger.faults == ()
     assert [(r.rung, r.outcome) for r in ledger.recoveries] == [("spare", "recovered")]
     assert [text for kind in ("not-prepared", "stays") for text in told(job, kind)] == []
-    assert told(job, "evicted") == ["node-2 (node-2, no rank) is taken out by uid 0"]
+    assert told(job, "evicted") == ["node-1 (node-1, no rank) is taken out by uid 0"]
 
 
 def told(job: Job, kind: str) -> list[str]:

@@ -54,9 +54,21 @@ HEALTH: tuple[Named, ...] = (
         ),
         (
             "a spare that is dead is waited for",
-            "if not phases <= WARM or",
-            "if",
+            "if not phases <= WARM:",
+            "if False:",
             "test_a_spare_that_dies_while_it_builds_is_not_waited_for",
+        ),
+        (
+            "ranks leave before their state has come",
+            "            if self._ready():\n",
+            "            if ahead.state:\n",
+            "test_ranks_move_first_and_their_node_is_out_once_it_has_none",
+        ),
+        (
+            "who gives state ahead is told once",
+            "if (ahead.state or ",
+            "if (",
+            "test_who_gives_state_ahead_is_told_again_and_not_waited_for_for_ever",
         ),
         (
             "a node is left in the middle of a recovery",

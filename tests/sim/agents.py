@@ -207,6 +207,8 @@ class Agent:
                 self.processes[action.birth].assigned(self.core.assignment, action.rank)
             case a.PrepareRank():
                 self.processes[action.birth].prepare(action.assignment, action.rank)
+            case a.GiveAhead():
+                self.replicas.core.give_ahead(action.assignment)
             case a.FollowAssignment():
                 self._follow(action.assignment)
             case a.StopAccepting():
@@ -230,6 +232,12 @@ class Agent:
         self.waiting.clear()
         self._moved.clear()
         self.replicas.follow(assignment)
+
+    def arrived(self) -> None:
+        """Something has come that is held here."""
+        if self.core.arrived(self.vault.newest_whole):
+            self.world.got_ahead += 1
+            self._settle()
 
     def _end(self, end: a.EndJob) -> None:
         if self.outcome is None and not end.here_only:

@@ -75,8 +75,11 @@ def test_a_probe_alone_ends_no_job() -> None:
         assert lost <= set(named)
         assert len(lost) <= world.spec.spares, seed
         seen["left"] += bool(lost)
+        seen["prepared"] += world.prepared > 0
+        seen["got ahead"] += world.got_ahead > 0
         seen["stayed"] += len(named) > len(lost)
     assert seen["left"] > 25
+    assert seen["prepared"] >= seen["got ahead"] > 10
     assert seen["stayed"] > 25
 
 

@@ -131,6 +131,11 @@ class Vault:
         """The newest step of something that is here."""
         return max(self._steps(item)[item.number])
 
+    def newest_whole(self, rank: int) -> int | None:
+        """The newest step of a rank that everything is here of."""
+        both = self.steps(Item("record", rank)) & self.steps(Item("tensors", self.shard(rank)))
+        return max(both, default=None)
+
     def give_back(self, item: Item) -> None:
         """Hold nothing of it any more."""
         del self._steps(item)[item.number]
@@ -265,6 +270,7 @@ class Replicas:
         elif found == "take":
             agent.world.protected.takes(agent, put.item, put.step, put.content.generation)
             agent.vault.put(put.item, put.step, put.content)
+            agent.arrived()
             if put.item.kind == "record":
                 self.core.saw_commit(put.step)
             held = lambda: put.sender.replicas.has(agent.node, put)  # noqa: E731

@@ -96,8 +96,8 @@ class World:
         self.control_faults: list[float] = []
         # Drills that an agent has done.
         self.struck = 0
-        # How often a spare has built ahead.
-        self.prepared = 0
+        # How often a spare has built ahead, and has got state then.
+        self.prepared = self.got_ahead = 0
         self.generation, self.formed_at = 0, 0.0
         # Whether anything has changed that `checks.after_event` looks at.
         self.touched = False

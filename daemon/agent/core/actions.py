@@ -63,6 +63,13 @@ class PrepareRank:
 
 
 @dataclass(frozen=True)
+class GiveAhead:
+    """Give the next commits also to where their ranks are about to go, see `Replication.give_ahead`."""
+
+    assignment: m.Assignment
+
+
+@dataclass(frozen=True)
 class PrefetchState:
     """Get the state of a rank whose process is only being started."""
 
@@ -117,6 +124,7 @@ Action: TypeAlias = (
     | SendToRank
     | AssignRank
     | PrepareRank
+    | GiveAhead
     | PrefetchState
     | FollowAssignment
     | StopAccepting

@@ -5,12 +5,14 @@ to do. The edge carries that out in order, before the next input.
 """
 
 import itertools
+from collections.abc import Callable
 
 from ckptless.daemon.agent.core.actions import (
     Action,
     AssignRank,
     EndJob,
     FollowAssignment,
+    GiveAhead,
     KillAgent,
     KillProcess,
     NoteEvent,
@@ -76,7 +78,7 @@ class AgentCore:
             case m.Strike():
                 self._strike(order)
             case m.Prepare():
-                self._prepare(order.assignment, now)
+                self._prepare(order, now)
             case m.End():
                 self.out += [ReleaseReplicas(), EndJob(order.outcome, order.here_only)]
             case m.Running():
@@ -121,15 +123,20 @@ class AgentCore:
             pause = drill.kind == "pause-rank"
             self.out.append(PauseProcess(one.birth, drill.for_s) if pause else KillProcess(one.birth))
 
-    def _prepare(self, ahead: m.Assignment, now: float) -> None:
+    def _prepare(self, order: m.Prepare, now: float) -> None:
         """Have spares build for the ranks that they are to get, where nothing has come between."""
+        ahead = order.assignment
         current = self.assignment.generation if self.assignment is not None else None
         if self.frozen is not None or current != ahead.generation - 1:
             return
+        if order.state:
+            self.out.append(GiveAhead(ahead))
         for slot in self.slots:
+            if order.state and slot.phase == "prepared":
+                slot.step = None
             rank, one = ahead.rank_at(m.Place(node=self.node, slot=slot.index)), slot.living
             if rank is not None and one is not None and slot.phase == "waiting":
-                one.ahead = ahead
+                one.ahead, slot.step = ahead, None
                 slot.enter("preparing", ahead.generation, now)
                 self.out += [PrepareRank(one.birth, rank, ahead), ReportState()]
 
@@ -336,6 +343,26 @@ class AgentCore:
             case m.Finished():
                 slot.enter("finished", message.generation, now)
         self.out.append(ReportState())
+
+    def arrived(self, newest: Callable[[int], int | None]) -> bool:
+        """Note how new the state is that is here of ranks that spares have built for; whether to tell that.
+
+        `newest`: the newest step of a rank that everything is held of. What comes first after the order to
+        give it is told at once, so that the ranks move before they have committed another step.
+        """
+        told = False
+        for slot in self.slots:
+            one = slot.living
+            if one is None or one.ahead is None:
+                continue
+            rank = one.ahead.rank_at(m.Place(node=self.node, slot=slot.index))
+            step = newest(rank) if rank is not None else None
+            if step != one.held and slot.phase == "prepared" and slot.step is None:
+                slot.step, told = step, True
+            one.held = step
+        if told:
+            self.out.append(ReportState())
+        return told
 
     def stepped(self, slot: Slot, message: m.Commit | m.Stepped, *, first: bool) -> None:
         """Note a rank's step; `first`: the first new one of its slot in this generation."""

@@ -6,12 +6,16 @@ from typing import Generic, Literal, Protocol, TypeAlias, TypeVar
 
 from ckptless.daemon.protocol.messages import Assignment, NodeInfo
 from ckptless.daemon.replication.protection import Item
-from ckptless.daemon.replication.re_replication import Holders, Remake, Watermark, remakes, surplus
+from ckptless.daemon.replication.re_replication import Holders, Remake, Watermark, moves, remakes, surplus
 
 # The record of a rank or the tensors of a shard, and the step.
 Key: TypeAlias = tuple[Item, int]
 # What is sent to a holder.
 P = TypeVar("P")
+
+# Whoever is about to get a rank is given so many of its commits ahead. The leader stops the generation at the
+# first; where it does not any more, nobody goes on sending.
+AHEAD_COMMITS = 3
 
 
 def verdict(generation: int, here: int, *, accepting: bool) -> Literal["early", "stale", "frozen", "take"]:
@@ -120,6 +124,9 @@ class Replication(Generic[P]):
         self._to: Holders | None = None
         self._unreachable: set[int] = set()
         self._waiting: dict[Key, ReplicationTask[P]] = {}
+        # Where ranks are about to go, and the steps that are given there ahead.
+        self._moves: dict[int, NodeInfo] = {}
+        self._given_ahead: set[int] = set()
         # Of each rank's record and shard's tensors the newest that its holders have.
         self._newest: dict[Item, tuple[int, ReplicationTask[P]]] = {}
         self._lost_copies = ReReplication(edge)
@@ -148,6 +155,7 @@ class Replication(Generic[P]):
 
     def _forget_tasks(self) -> None:
         self._waiting.clear()
+        self._moves, self._given_ahead = {}, set()
         self._newest.clear()
         self._lost_copies.clear()
 
@@ -157,18 +165,56 @@ class Replication(Generic[P]):
         """Return the nodes that are to hold the records of this node's ranks."""
         return self._to.of_node(self._me, self._unreachable) if self._to is not None else ()
 
+    def give_ahead(self, ahead: Assignment) -> None:
+        """Give the next commits of ranks that move in `ahead`, which may follow, to their new nodes, too.
+
+        These are holders like the others for that long: what they have not got, the next commit waits for.
+        """
+        if self._to is not None:
+            self._moves, self._given_ahead = moves(self._to, ahead), set()
+
     def push_record(self, key: Key, what: P, acked: Callable[[], None]) -> None:
         """Send a record to its holders. With nobody to hold it, it counts as held."""
-        self._push(key, ReplicationTask(what, self.holders, [acked]))
-        self.saw_commit(key[1])
+        (_, rank), step = key
+        self._note_ahead(step)
+
+        def targets() -> tuple[NodeInfo, ...]:
+            return self._with_moves(self.holders(), step, lambda moved: moved == rank)
+
+        self._push(key, ReplicationTask(what, targets, [acked]))
+        self.saw_commit(step)
 
     def push_tensors(self, key: Key, what: P, twins: frozenset[int], acked: Callable[[], None]) -> None:
         """Send a shard's tensors to so many others that, with its twins' nodes, there are enough of them."""
+        step = key[1]
+        self._note_ahead(step)
 
         def targets() -> tuple[NodeInfo, ...]:
-            return self._to.of_shared(self._me, twins, self._unreachable) if self._to is not None else ()
+            if self._to is None:
+                return ()
+            places = self._to.assignment.places
+            usual = self._to.of_shared(self._me, twins, self._unreachable)
+            return self._with_moves(usual, step, lambda moved: places[moved].node in twins, twins)
 
         self._push(key, ReplicationTask(what, targets, [acked]))
+
+    def _note_ahead(self, step: int) -> None:
+        if self._moves and len(self._given_ahead) < AHEAD_COMMITS:
+            self._given_ahead.add(step)
+
+    def _with_moves(
+        self,
+        usual: tuple[NodeInfo, ...],
+        step: int,
+        takes: Callable[[int], bool],
+        have: Collection[int] = (),
+    ) -> tuple[NodeInfo, ...]:
+        """Return `usual` and the nodes where ranks that `takes` is true of go, but those that `have` it."""
+        if step not in self._given_ahead:
+            return usual
+        known = {*have, *self._unreachable, *(info.node for info in usual)}
+        more = {info.node: info for rank, info in self._moves.items() if takes(rank)}
+        return (*usual, *(info for node, info in sorted(more.items()) if node not in known))
 
     def _remake(self, to: Holders, lost: Remake) -> None:
         """Give to others what this node holds of the restored step, without a rank that commits it."""

@@ -16,7 +16,8 @@ class Occupant:
     `hooked`: it has said Hello. `lived`: it has been given a rank. `released`: its training is over, so it
     owes no answer any more. `retired`: its agent ends, so its death is no fault. `hung`: why it was
     killed. `heard_at`: when it was heard last. `reuse`: what it is good for, now that it has left. `ahead`:
-    the assignment that it builds for, of which nobody knows yet whether it comes.
+    the assignment that it builds for, of which nobody knows yet whether it comes; `held`: the newest step of
+    its rank there that everything is held of here.
     """
 
     slot: int
@@ -31,6 +32,7 @@ class Occupant:
     hung: str = ""
     reuse: Reuse = "any"
     ahead: Assignment | None = None
+    held: int | None = None
 
     def fits(self, assignment: Assignment) -> bool:
         """Whether what it has built is what this assignment wants, if it was told to build ahead."""

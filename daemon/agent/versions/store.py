@@ -359,6 +359,12 @@ class VersionStore:
             for newer in [s for s in steps if s > limit]:
                 del steps[newer]
 
+    def newest_whole(self, rank: int) -> int | None:
+        """Return the newest step of a rank of which its record and its shard's tensors are held."""
+        records = self._records.get(rank, {})
+        whole = (step for step, held in records.items() if step in self._tensors.get(held.shard, {}))
+        return max(whole, default=None)
+
     def drop_unnamed(self, step: int | None, holders: Mapping[int, Sequence[int]], node: int) -> None:
         """Drop the restored step where others are not to have it from here: it is not used here either."""
         for shard, steps in self._tensors.items():

@@ -2,7 +2,8 @@
 
 One node at a time, and only while the job trains: it must be able to go on without each. Of a node whose
 memory is trusted the ranks move with their newest state, and it is out once it has none; one that is to be
-left at once counts as lost. Spares build for the ranks that they are to get before anybody stops.
+left at once counts as lost. Before anybody stops, spares build for the ranks that they are to get, and then
+get a commit of theirs.
 """
 
 from collections.abc import Iterable
@@ -17,19 +18,30 @@ from ckptless.daemon.ckptlessd.recovery.sizes import LOOK_S
 from ckptless.daemon.protocol import messages as m
 from ckptless.daemon.protocol.messages import WARM
 
-# The order to build ahead is said again after so long to those that have not begun.
+# An order that is not followed yet is said again after so long, then after twice as long, and so on.
 REPEAT_S = 1.0
 
 
 @dataclass
 class _Ahead:
-    """The assignment that spares (`newcomers`) build for since `since_s`, so that ranks can leave `node`."""
+    """The assignment that spares (`newcomers`) build for since `since_s`, so that ranks can leave `node`.
+
+    `state`: they have built, and are to be given a commit. What they are to do was said at `said_s`.
+    """
 
     node: int
     assignment: m.Assignment
     newcomers: tuple[m.Place, ...]
     since_s: float
     said_s: float
+    state: bool = False
+    repeat_s: float = REPEAT_S
+
+    def order(self, now: float) -> m.Prepare:
+        """Return what is to be said to all, now."""
+        self.said_s = now
+        generation = self.assignment.generation - 1
+        return m.Prepare(generation=generation, assignment=self.assignment, state=self.state)
 
 
 @dataclass
@@ -63,7 +75,7 @@ class Leaving:
         job = self.job
         nodes = {**job.slow, **job.drained, **job.unwell, **job.asked}
         nodes |= {node: leave for node, leave in job.unwell.items() if leave.at_once}
-        if not nodes or job.stage != "running" or now - self._looked_s < LOOK_S:
+        if not nodes or job.stage != "running" or not (self._ready() or now - self._looked_s >= LOOK_S):
             return None
         self._looked_s = now
         # Nobody is to move to a node that is not well either, and what cannot be trusted is not waited with.
@@ -85,7 +97,7 @@ class Leaving:
                 return None
             self.nodes = frozenset((node,))
             text = f"its ranks leave node-{node}, which is {leave.reason}"
-            job.announce(Line("info", "leaves", text), now)
+            job.announce(Line("info", "leaves", f"{text}{self._describe_state()}"), now)
             return text
         return None
 
@@ -105,24 +117,50 @@ class Leaving:
         self.order = self._ahead = None
 
     def _prepares(self, assignment: m.Assignment, node: int, step: int, now: float) -> bool:
-        """Whether spares still build for the ranks that leave a node; they are told to, once."""
+        """Whether spares still build, or get state, for the ranks that leave a node; all are told of it."""
         job, ahead = self.job, self._ahead
         assert job.spec is not None
         if ahead is None or (ahead.node, ahead.assignment.generation) != (node, assignment.generation + 1):
             ahead = self._ahead = self._begin_ahead(assignment, node, step, now)
             if ahead is None:
                 return False
-        phases = self._phases(ahead.newcomers)
-        if not phases <= WARM or phases == {"prepared"}:
+        slots = self._slots(ahead.newcomers)
+        phases = {slot.phase if slot is not None else None for slot in slots}
+        if not phases <= WARM:
             return False
+        if phases == {"prepared"}:
+            if not ahead.state:
+                ahead.state, ahead.repeat_s = True, REPEAT_S
+                self.order = ahead.order(now)
+                return True
+            if self._ready():
+                return False
         if now - ahead.since_s >= job.spec.limits.stall_s:
             text = f"who is to get the ranks of node-{node} was not ready in {job.spec.limits.stall_s:g} s"
             job.tell(Line("warning", "not-prepared", text), now)
             return False
-        if "waiting" in phases and now - ahead.said_s >= REPEAT_S:
-            self.order = m.Prepare(generation=assignment.generation, assignment=ahead.assignment)
-            ahead.said_s = now
+        if (ahead.state or "waiting" in phases) and now - ahead.said_s >= ahead.repeat_s:
+            ahead.repeat_s *= 2
+            self.order = ahead.order(now)
         return True
+
+    def _ready(self) -> bool:
+        """Whether newcomers have built, and a commit has just come to each: no rank has made another one yet.
+
+        That waits for this one to be held, there too; so the moment is not to be missed.
+        """
+        ahead = self._ahead
+        if ahead is None or not ahead.state:
+            return False
+        slots = self._slots(ahead.newcomers)
+        return all(s is not None and s.phase == "prepared" and s.step is not None for s in slots)
+
+    def _describe_state(self) -> str:
+        """Return which step newcomers have already, to be told; nothing where they have not all got one."""
+        if self._ahead is None or not self._ready():
+            return ""
+        steps = {slot.step for slot in self._slots(self._ahead.newcomers) if slot is not None}
+        return f"; where they go there is step {min(step for step in steps if step is not None)}"
 
     def _begin_ahead(self, assignment: m.Assignment, node: int, step: int, now: float) -> _Ahead | None:
         """Return who is to build for what, with the order to do it; None: that would be of no use."""
@@ -134,25 +172,25 @@ class Leaving:
             return None
         newcomers = tuple(sorted({*following.places} - {*assignment.places}))
         # One that is only being started joins when it can, as after a fault.
-        if self._phases(newcomers) != {"waiting"}:
+        if any(slot is None or slot.phase != "waiting" for slot in self._slots(newcomers)):
             return None
-        self.order = m.Prepare(generation=assignment.generation, assignment=following)
         ranks = sorted(rank for rank, place in enumerate(following.places) if place in newcomers)
         names = sorted({f"node-{place.node}" for place in newcomers})
         text = f"{', '.join(names)} builds for rank {', '.join(map(str, ranks))} before it leaves node-{node}"
         job.announce(Line("info", "prepares", text), now)
-        return _Ahead(node, following, newcomers, now, now)
+        ahead = _Ahead(node, following, newcomers, now, now)
+        self.order = ahead.order(now)
+        return ahead
 
-    def _phases(self, places: Iterable[m.Place]) -> set[m.Phase | None]:
-        """Return the phases of these slots, None of one that is not heard of."""
-        slots = [self.job.nodes[place.node].slot(place.slot) for place in places]
-        return {slot.phase if slot is not None else None for slot in slots}
+    def _slots(self, places: Iterable[m.Place]) -> list[m.SlotState | None]:
+        """Return these slots as their agents tell of them, None of one that is not heard of."""
+        return [self.job.nodes[place.node].slot(place.slot) for place in places]
 
     def _stays(self, assignment: m.Assignment, node: int, leave: Leave) -> str | None:
         """Return why the job cannot go on without the node, or None."""
         job = self.job
         assert job.spec is not None
-        slots = [job.nodes[place.node].slot(place.slot) for place in assignment.places]
+        slots = self._slots(assignment.places)
         if not all(slot is not None for slot in slots):
             return "not all of its ranks are heard of yet"
         if not all(slot.hooked for slot in slots if slot is not None):

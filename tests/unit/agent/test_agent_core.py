@@ -159,6 +159,39 @@ def test_a_spare_builds_ahead_and_gets_what_it_has_built_for(node: Node) -> None
     assert node.phases()[1] == "assigned"
 
 
+def test_whoever_trains_gives_a_spare_that_has_built_its_next_commits(node: Node) -> None:
+    _birth, ahead = prepares(node)
+    order = m.Prepare(generation=1, assignment=ahead, state=True)
+    assert node.obey(order) == [a.GiveAhead(ahead)]
+    node.obey(m.Stop(generation=1, reason="a fault"))
+    assert node.obey(order) == []
+
+
+def test_a_spare_that_has_built_tells_at_once_that_a_new_commit_has_come(node: Node) -> None:
+    _birth, ahead = prepares(node)
+    slot, core = node.core.slots[1], node.core
+    # It holds copies of that rank like any other node.
+    assert not core.arrived({2: 7}.get)
+    core.advance(slot, m.Prepared(generation=2), node.now)
+    node.obey(m.Prepare(generation=1, assignment=ahead, state=True))
+    assert not core.arrived({2: 7, 1: 9}.get)
+    assert slot.told(node.now).step is None
+    assert core.arrived({2: 8, 1: 9}.get)
+    assert node.out() == [a.ReportState(soon=False)]
+    assert slot.told(node.now).step == 8
+    # Once is enough; who is told again waits for another one.
+    assert not core.arrived({2: 9}.get)
+    node.obey(m.Prepare(generation=1, assignment=ahead, state=True))
+    assert slot.step is None
+    assert core.arrived({2: 10}.get)
+
+
+def test_what_comes_to_a_node_that_builds_nothing_is_no_news(node: Node) -> None:
+    node.train(assignment(1, place(0), place(0, 2)))
+    assert not node.core.arrived({1: 5, 2: 5}.get)
+    assert node.out() == []
+
+
 @pytest.mark.parametrize(
     "comes",
     [

@@ -5,7 +5,13 @@ from collections.abc import Callable, Collection, Sequence
 import pytest
 from msgspec.structs import replace
 
-from ckptless.daemon.agent.core.replication import Key, Replication, ReReplication, verdict
+from ckptless.daemon.agent.core.replication import (
+    AHEAD_COMMITS,
+    Key,
+    Replication,
+    ReReplication,
+    verdict,
+)
 from ckptless.daemon.protocol import messages as m
 from ckptless.daemon.replication.protection import Item
 from ckptless.daemon.replication.re_replication import Holders, surplus
@@ -482,3 +488,77 @@ def test_a_twin_of_a_shard_needs_no_record_of_its_rank() -> None:
     to = Holders(twins, copies=1)
     here = [Item("record", 0), Item("tensors", 0), Item("record", 3), Item("record", 2)]
     assert surplus(to, 3, here) == (Item("record", 0),)
+
+
+def moved(rank: int, to: int) -> m.Assignment:
+    """Generation 2 is to have one rank on another node."""
+    before = assignment(2)
+    places = list(before.places)
+    places[rank] = m.Place(node=to, slot=0)
+    return replace(before, places=tuple(places))
+
+
+def test_where_a_rank_is_about_to_go_its_next_commits_are_given_ahead(node: Node) -> None:
+    node.record(1)
+    node.core.give_ahead(moved(1, 5))
+    node.sent()
+    node.record(2)
+    node.tensors(2)
+    assert node.sent() == [*((to, "r2") for to in (2, 3, 5)), *((to, "t2") for to in (2, 3, 5))]
+    for key in ((RECORD, 2), (TENSORS, 2)):
+        for holder in (2, 3):
+            node.core.has(holder, key, 1)
+    # The next commit waits for it.
+    assert not node.acked
+    node.core.has(5, (RECORD, 2), 1)
+    node.core.has(5, (TENSORS, 2), 1)
+    assert node.acked == [("r", 2), ("t", 2)]
+
+
+def test_a_few_commits_are_given_ahead(node: Node) -> None:
+    """The leader may have thought better of it; where it asks again, more are."""
+    node.core.give_ahead(moved(1, 5))
+    for step in range(1, AHEAD_COMMITS + 3):
+        node.record(step)
+        node.tensors(step)
+    assert [what for to, what in node.sent() if to == 5] == ["r1", "t1", "r2", "t2", "r3", "t3"]
+    node.core.give_ahead(moved(1, 5))
+    node.record(9)
+    assert 5 in [to for to, _ in node.sent()]
+    node.core.follow(assignment(2))
+    node.record(10)
+    assert 5 not in [to for to, _ in node.sent()]
+
+
+def test_what_does_not_move_is_given_to_nobody_else(node: Node) -> None:
+    node.core.give_ahead(moved(2, 5))
+    node.record(1)
+    node.tensors(1)
+    assert {to for to, _ in node.sent()} == {2, 3}
+
+
+def test_of_twins_the_one_that_gives_tensors_gives_them_to_where_another_goes(node: Node) -> None:
+    """DDP: all nodes have them, so otherwise nobody is given any."""
+    node.core.give_ahead(moved(3, 5))
+    node.record(1)
+    node.tensors(1, twins=range(RANKS))
+    assert node.sent() == [(2, "r1"), (3, "r1"), (5, "t1")]
+
+
+@pytest.mark.parametrize("to", [2, ME])
+def test_who_holds_it_anyway_is_given_it_once(node: Node, to: int) -> None:
+    node.core.give_ahead(moved(1, to))
+    node.record(1)
+    node.tensors(1)
+    assert node.sent() == [(2, "r1"), (3, "r1"), (2, "t1"), (3, "t1")]
+
+
+def test_where_a_rank_was_about_to_go_may_be_lost(node: Node) -> None:
+    node.core.give_ahead(moved(1, 5))
+    node.record(1)
+    for holder in (2, 3):
+        node.core.has(holder, (RECORD, 1), 1)
+    node.core.lost(5, "it is gone")
+    assert node.acked == [("r", 1)]
+    node.record(2)
+    assert 5 not in [to for to, what in node.sent() if what == "r2"]

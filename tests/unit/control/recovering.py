@@ -33,6 +33,7 @@ class Job:
         allowed_s: float | None = None,
         pace: m.Pace | None = None,
         spare: m.Phase = "waiting",
+        spare_has: int | None = None,
         step: int | None = None,
     ) -> Heard:
         self.seq += 1
@@ -44,7 +45,7 @@ class Job:
             phase=phase if assignment.ranks_on(node) else spare,
             generation=generation,
             hooked=hooked,
-            step=STEP + stepped if step is None else step,
+            step=(STEP + stepped if step is None else step) if assignment.ranks_on(node) else spare_has,
             stepped=stepped,
             still=still,
             allowed_s=allowed_s,

@@ -12,7 +12,7 @@ from ckptless.daemon.ckptlessd.recovery.stragglers import STRIKES
 from ckptless.daemon.protocol import messages as m
 from ckptless.daemon.protocol.records import EventRecord
 
-from .lease_nodes import Node, lost_by
+from .lease_nodes import STEP, Node, lost_by
 from .recovering import Job, kinds
 
 FAN = Leave("unwell (a fan)", "health")
@@ -31,17 +31,27 @@ def told(job: Job, kind: str) -> list[str]:
     return [row.text for row in rows if row.kind == kind]
 
 
+def orders_ahead(job: Job) -> list[m.Prepare]:
+    """Return what spares, and those who give them state, were told before anybody stopped."""
+    return [order for order in job.node.told.orders if isinstance(order, m.Prepare)]
+
+
 def ahead(job: Job) -> list[m.Assignment]:
     """Return the assignments that spares were told to build for."""
-    return [order.assignment for order in job.node.told.orders if isinstance(order, m.Prepare)]
+    return [order.assignment for order in orders_ahead(job)]
 
 
 def builds(job: Job) -> None:
-    """The spare is told to build, and has built."""
+    """The spare is told to build, has built, and gets a commit."""
     job.node.wait(0.5)
     assert stops(job) == []
     job.say(3, "waiting", spare="prepared")
     job.node.wait(0.5)
+    assert [order.state for order in orders_ahead(job)] == [False, True]
+    assert stops(job) == []
+    # Not so long as the leader looks at all else.
+    job.say(3, "waiting", spare="prepared", spare_has=STEP)
+    assert len(stops(job)) == 1
 
 
 def stops(job: Job) -> list[str]:
@@ -227,6 +237,7 @@ def test_what_a_spare_builds_for_is_what_comes() -> None:
     assert (job.stage(), ahead(job)) == ("running", [told_ahead])
     job.say(3, "waiting", spare="prepared")
     job.node.wait(0.5)
+    job.say(3, "waiting", spare="prepared", spare_has=STEP)
     job.freeze(0, 2, 3)
     job.say(1, "left", frozen=True)
     comes = job.node.control.job.assignment
@@ -238,8 +249,24 @@ def test_one_that_has_not_heard_is_told_again() -> None:
     job = Job()
     job.node.feed(says(1, FAN))
     job.node.wait(3.5)
-    assert len(ahead(job)) in (3, 4)
+    # After one second, and two more.
+    assert len(ahead(job)) == 3
     assert len({told_ahead.places for told_ahead in ahead(job)}) == 1
+
+
+def test_who_gives_state_ahead_is_told_again_and_not_waited_for_for_ever() -> None:
+    """The rank's node may not have heard it; and a job may make no commit for long."""
+    job = Job()
+    job.node.feed(says(1, FAN))
+    job.node.wait(0.5)
+    job.say(3, "waiting", spare="prepared")
+    job.node.wait(5.0)
+    assert [order.state for order in orders_ahead(job)] == [False, True, True, True]
+    assert job.node.control.job.spec is not None
+    job.say(0, "restored", step=1000)
+    job.node.wait(job.node.control.job.spec.limits.stall_s - 5.0)
+    assert stops(job)[0] == "its ranks leave node-1, which is unwell (a fan)"
+    assert len(told(job, "not-prepared")) == 1
 
 
 @pytest.mark.parametrize("phase", ["exited", "starting", "empty"])
