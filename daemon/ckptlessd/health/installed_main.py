@@ -43,13 +43,15 @@ def _loaded(value: str) -> tuple[Probe | None, Answer]:
             return None, Answer(missing="its interval_s and deadline_s must be more than 0")
     except BaseException as error:  # noqa: BLE001  (somebody else's code, which may call sys.exit, too)
         return None, Answer(missing=f"it cannot be loaded: {in_words(error)}")
-    times = {"interval_s": float(interval_s), "deadline_s": float(deadline_s)}
+    missing, trouble = "", ""
     try:
-        return probe, Answer(missing=words(probe.missing()), **times)
+        missing = words(probe.missing())
     except ProbeError as error:
-        return probe, Answer(error=str(error), **times)
+        trouble = str(error)
     except BaseException as error:  # noqa: BLE001  (the same)
-        return probe, Answer(error=in_words(error), **times)
+        trouble = in_words(error)
+    times = float(interval_s), float(deadline_s)
+    return probe, Answer(interval_s=times[0], deadline_s=times[1], missing=missing, error=trouble)
 
 
 def _look(probe: Probe) -> Answer:

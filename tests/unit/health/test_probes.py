@@ -13,8 +13,9 @@ from ckptless.daemon.ckptlessd.health.answers import ProbeError
 from ckptless.daemon.ckptlessd.health.commands import CommandProbe, MountProbe
 from ckptless.daemon.ckptlessd.health.host import DiskProbe
 from ckptless.daemon.ckptlessd.health.installed import InstalledProbe
+from ckptless.daemon.ckptlessd.health.installed_main import GROUP
 from ckptless.daemon.ckptlessd.health.probe import Finding, Probe
-from ckptless.daemon.ckptlessd.health.probes import GROUP, probes
+from ckptless.daemon.ckptlessd.health.probes import probes
 from ckptless.daemon.settings.options import HealthSettings
 from ckptless.daemon.slurm.adapter import Node
 
