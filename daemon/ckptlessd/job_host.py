@@ -31,6 +31,8 @@ from ckptless.daemon.transport.tasks import Tasks
 LOOK_PART = 1 / 3
 # A daemon that was away asks the others how the job ended.
 LINGER_S = 120.0
+# One that is stopped with its ranks is left alone for so many looks while other nodes go on.
+LOOKS_AT_STOPPED = 2
 CUT_SHORT_CODE = 128 + signal.SIGTERM
 
 
@@ -88,6 +90,8 @@ class JobHost:
         self._begun_at = around.now()
         self._ended_at: float | None = None
         self._closed = False
+        # How often the agent was found stopped with its ranks, and since the second time others' were not.
+        self._stopped_looks = 0
 
     def start(self) -> None:
         """Begin to look for the other daemons."""
@@ -164,6 +168,9 @@ class JobHost:
     def agent_says(self, message: m.FromAgent | m.Pong | SaveDone) -> None:
         """A message of it."""
         self._agent.heard()
+        if self._stopped_looks:
+            self._stopped_looks = 0
+            self.session.feed(e.Stopped(False))
         if isinstance(message, SaveDone):
             self._agent.saved(message)
         elif not isinstance(message, m.Pong):
@@ -193,12 +200,18 @@ class JobHost:
         silent_s = self._agent.look(control.spec.limits if control.spec is not None else None)
         if silent_s is None:
             return
+        text = f"its agent does not answer for {self._agent.deadline_s:.0f} s"
         if self._agent.suspended:
+            if not self._stopped_looks:
+                self.session.feed(e.Stopped(True))
             # One daemon asks whether all the job is stopped.
             if control.leads:
                 self._around.cluster.ask_suspended(self, silent_s)
-            return
-        text = f"its agent does not answer for {self._agent.deadline_s:.0f} s"
+            # Slurm suspends, and resumes, one node after the other, and each finds out when it looks.
+            self._stopped_looks = self._stopped_looks + 1 if control.goes_on_elsewhere else 1
+            if self._stopped_looks <= LOOKS_AT_STOPPED:
+                return
+            text = "its agent and ranks are stopped by a signal, and those of most other nodes are not"
         self.note("error", "agent-hung", f"node-{self.roster.me}: {text}: {self._agent.kill()}")
         self._lose_agent(text, silent_s)
         self._agent.hang_up()

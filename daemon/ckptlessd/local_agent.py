@@ -1,8 +1,8 @@
 """The agent of a job on this node: its connection, its process, and whether it answers.
 
 One that does not answer is ended, and with it its node's part of the job. A process that is stopped, or
-stuck, keeps its connection; its death would be seen at once, so it is killed. An agent whose ranks are
-stopped as well is of a job that Slurm has suspended, which is no fault.
+stuck, keeps its connection; its death would be seen at once, so it is killed. One whose ranks are stopped,
+too, may be of a job that Slurm has suspended, which is no fault: then other nodes' are stopped as well.
 """
 
 import asyncio

@@ -47,6 +47,30 @@ def test_in_the_middle_the_spare_takes_over(tmp_path: Path) -> None:
         assert "does not answer" in ledger.faults[0].detail
 
 
+def of_node(job: Job, node: int) -> list[int]:
+    """Return the processes that a node has of the job: its agent, and what that has started."""
+    agent = job.pid_of(node, "agent")
+    assert agent is not None
+    found, left = [], [agent]
+    while left:
+        found.append(pid := left.pop())
+        for task in Path(f"/proc/{pid}/task").iterdir():
+            left += map(int, (task / "children").read_text().split())
+    return found
+
+
+def test_one_with_its_ranks_as_no_suspended_job_is(tmp_path: Path) -> None:
+    """Its daemon lives, and the kernel answers for it; but other nodes are not stopped."""
+    with toy(tmp_path, nodes=4, spares=1, env={"TOY_SLEEP_S": "0.05"}) as job:
+        wait_until(lambda: newest_loss(tmp_path) >= 20, DEADLINE_S, job)
+        for pid in of_node(job, 1):
+            os.kill(pid, signal.SIGSTOP)
+        job.ended(0, DEADLINE_S)
+        ledger = same_as_reference(job, [])
+        assert [one.kind for one in ledger.faults if one.kind != "broken"] == ["node-lost"]
+        assert "its agent and ranks are stopped by a signal" in ledger.faults[0].detail
+
+
 def test_when_training_is_over(tmp_path: Path) -> None:
     """The other nodes are done; what is left of the job does not wait for this one."""
     faults = [{"rank": 1, "where": "finish", "kind": "stop-agent"}]

@@ -1,31 +1,26 @@
 """Probes that run a command: one of the site's own, and one that asks a mounted file system."""
 
-import contextlib
 import os
-import select
 import shlex
-import signal
-import subprocess
 import time
 from collections.abc import Sequence
 from pathlib import Path
 
 from ckptless.daemon.ckptlessd.health.host import mounts_of
 from ckptless.daemon.ckptlessd.health.probe import Finding
+from ckptless.daemon.ckptlessd.health.process import Process
 
 # Of what a command prints; it is ended where it prints more.
 MOST_NBYTES = 1 << 20
 # Of its last line.
 SHOWN = 200
 _TAIL_NBYTES = 4096
-# A command may end while what it has started holds its output open.
-_SLICE_S = 0.1
 # SIGKILL takes so long at most, but where the kernel waits for something.
 _KILL_S = 2.0
 
 
 class _Running:
-    """One command, in a session of its own. One that waits in the kernel outlives even SIGKILL."""
+    """One command, and what it prints."""
 
     def __init__(self, argv: Sequence[str]) -> None:
         # A pipe, not a file with RLIMIT_FSIZE: that would end one that writes to a long log of its own.
@@ -33,14 +28,7 @@ class _Running:
         os.set_blocking(self._out, False)
         self._open, self._nbytes, self._tail = True, 0, b""
         try:
-            self._process = subprocess.Popen(
-                argv,
-                stdin=subprocess.DEVNULL,
-                stdout=written,
-                stderr=subprocess.STDOUT,
-                start_new_session=True,
-                cwd="/",
-            )
+            self._process = Process(argv, out=written)
         except BaseException:
             os.close(self._out)
             raise
@@ -49,25 +37,15 @@ class _Running:
 
     def wait(self, until_s: float) -> int | None:
         """Return its exit code, negative for a signal; None: it goes on at `until_s` (monotonic)."""
-        poll = select.poll()
-        poll.register(self._out, select.POLLIN)
-        while (left_s := until_s - time.monotonic()) > 0 and self._ended() is None:
-            if self._open:
-                poll.poll(min(left_s, _SLICE_S) * 1000)
-                self._take()
-            else:
-                with contextlib.suppress(subprocess.TimeoutExpired):
-                    self._process.wait(timeout=left_s)
-        code = self._ended()
-        self._take()
-        return code
-
-    def _ended(self) -> int | None:
-        return self._process.poll()  # no deadline: it does not wait
+        while True:
+            code = self._process.wait(until_s, self._out if self._open else None)
+            self._take()
+            if code is not None or time.monotonic() >= until_s:
+                return code
 
     def end(self) -> bool:
         """End it, and what it has started; False where the kernel does not let it."""
-        self._kill()
+        self._process.kill()
         return self.wait(time.monotonic() + _KILL_S) is not None
 
     def last_line(self) -> str:
@@ -79,6 +57,7 @@ class _Running:
     def close(self) -> None:
         """Give its output back."""
         os.close(self._out)
+        self._process.close()
 
     def _take(self) -> None:
         """Read what there is, and end it where that is too much."""
@@ -92,11 +71,7 @@ class _Running:
             self._tail = (self._tail + chunk)[-_TAIL_NBYTES:]
         if self._open:
             self._open = False
-            self._kill()
-
-    def _kill(self) -> None:
-        if self._ended() is None:
-            os.killpg(self._process.pid, signal.SIGKILL)
+            self._process.kill()
 
 
 class CommandProbe:

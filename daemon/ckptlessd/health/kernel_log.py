@@ -30,6 +30,7 @@ _HW = r"\[Hardware Error\]:"
 # processes stand at the beginning of lines, too, and are their users' choice: no pattern is so short that
 # one (15 characters, then `[1]: segfault` or ` invoked oom-killer`) could be taken for it.
 _PATTERNS: tuple[tuple[str, str], ...] = (
+    ("nvswitch-fatal", rf"nvidia-nvswitch\d+: SXid \(PCI:({_PCI})\): \d+, Fatal, "),
     ("nvswitch", rf"nvidia-nvswitch\d+: SXid \(PCI:({_PCI})\): \d+, "),
     ("machine-check", rf"mce: {_HW} (CPU \d+): Machine Check Exception: "),
     ("machine-check", rf"(?:\{{\d+\}})?{_HW} +event severity: fatal"),
@@ -58,7 +59,7 @@ _PATTERNS: tuple[tuple[str, str], ...] = (
     (
         "disk-error",
         r"(?:(?:blk_update_request|print_req_error|end_request): )?"
-        r"(?:critical )?(?:I/O|medium|target|timeout) "
+        r"(?:critical )?(?:device offline|I/O|medium|protection|recoverable transport|target|timeout) "
         # What a drive does not support is no error of its.
         rf"error, dev {_DISK}, (?!.*\((?:DISCARD|SECURE_ERASE|WRITE_ZEROES)\))",
     ),
@@ -69,9 +70,10 @@ _PATTERNS: tuple[tuple[str, str], ...] = (
         "file-system-error",
         rf"XFS \({_DISK}\): (?:Corruption|Metadata corruption|Metadata CRC error|"
         r"Filesystem has been shut down|[Ll]og I/O [Ee]rror|[Mm]etadata I/O [Ee]rror|"
-        r"I/O Error Detected|Internal error |User initiated shutdown|xfs_do_force_shutdown)",
+        r"I/O Error Detected|Internal error |User initiated shutdown|xfs_do_force_shutdown|"
+        r"writeback error on inode )",
     ),
-    ("file-system-error", rf"BTRFS (?:error|critical) \(device {_DISK}[^)]*\)(?!: open_ctree failed)"),
+    ("file-system-error", rf"BTRFS:? (?:error|critical) \(device {_DISK}[^)]*\)(?!: open_ctree failed)"),
     ("nfs-silent", r"nfs: server (\S+) not responding"),
     ("task-hung", r"INFO: task .{1,63}:\d+ blocked (?:in I/O wait )?for more than \d+ seconds"),
     ("cpu-stuck", r"(?:(?:NMI )?watchdog: )?BUG: soft lockup - (CPU#\d+) stuck for "),
@@ -80,6 +82,11 @@ _PATTERNS: tuple[tuple[str, str], ...] = (
     ("cgroup-out-of-memory", r"Memory cgroup out of memory: Kill(?:ed)? process \d+ "),
     ("link-flap", rf"\S+ {_PCI} ({_NET}): (?:\w+: \S+ )?(?:NIC )?[Ll]ink (?:is )?[Dd]own"),
     ("link-flap", rf"(?:mlx4_en|e1000e|igb|ixgbe): ({_NET}):? (?:NIC )?Link (?:is )?[Dd]own$"),
+    (
+        "nic-failed",
+        rf"mlx5_core ({_PCI}): (?:\w+:\d+:(?:\(pid \d+\):)? )?"
+        r"(?:device's health compromised - reached miss count|Fatal error \d+ detected)",
+    ),
     ("nic-stuck", rf"NETDEV WATCHDOG: ({_NET}) \(\S*\): transmit queue \d+ timed out"),
     ("nic-stuck", rf"\S+ \S+ ({_NET}): NETDEV WATCHDOG: CPU: \d+: transmit queue \d+ timed out"),
 )
@@ -90,8 +97,8 @@ _RECOVERED = re.compile(r"154, .*GPU recovery action changed from .* to 0x0 \(No
 # Most lines of a log are about none of these.
 _BEGINS = re.compile(
     r"NVRM|nvidia-nvswitch|mce: |\[Hard|\{|EDAC|Memory |\S+ [0-9a-f]{4,8}:|nvme |blk_|print_req|end_req|I/O|"
-    r"critical|medium|target|timeout|Buffer|EXT4|XFS|BTRFS|nfs: |INFO: |(?:NMI )?watchdog: |BUG: |Out of|"
-    r"mlx|e1000e|igb|ixgbe|NETDEV|\S+ \S+ \S+: NETDEV",
+    r"critical|medium|target|timeout|device off|protection|recoverable|Buffer|EXT4|XFS|BTRFS|nfs: |INFO: |"
+    r"(?:NMI )?watchdog: |BUG: |Out of|mlx|e1000e|igb|ixgbe|NETDEV|\S+ \S+ \S+: NETDEV",
     re.IGNORECASE,
 )
 

@@ -6,21 +6,19 @@ import logging
 import threading
 import time
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from functools import partial
 from typing import TypeVar
 
-from ckptless.daemon.ckptlessd.health.meanings import is_code
+from ckptless.daemon.ckptlessd.health.answers import ProbeError, checked, in_words, words
 from ckptless.daemon.ckptlessd.health.probe import Finding, Probe
-from ckptless.daemon.protocol.health import MAX_CODE, MAX_EVIDENCE, MAX_WHERE, ProbeState
-from ckptless.daemon.protocol.limits import one_line
+from ckptless.daemon.protocol.health import ProbeState
 from ckptless.daemon.transport.tasks import end_all
 
 logger = logging.getLogger(__name__)
 
 # The least time between two looks of any probe, whatever it says.
 LEAST_INTERVAL_S = 1.0
-MOST_FINDINGS = 1000
 # The daemon waits so long for probes that are closed, and for looks that are under way then.
 CLOSE_S = 2.0
 _Answer = TypeVar("_Answer")
@@ -36,6 +34,8 @@ class _Watched:
     probe: Probe
     missing: str = ""
     trouble: str = ""
+    # What the log has of it, since it has looked the last time.
+    told: set[str] = field(default_factory=set)
     hangs: bool = False
     looked_s: float | None = None
     cost_s: float = 0.0
@@ -69,14 +69,14 @@ class Looking:
 
     async def _watch(self, one: _Watched) -> None:
         try:
-            one.missing = await self._aside(one, lambda: _words(one.probe.missing()))
+            one.missing = await self._aside(one, lambda: words(one.probe.missing()))
             if one.missing:
                 logger.info("health: %s does not look here: %s", one.name, one.missing)
                 return
             while True:
                 await self._look(one)
                 await asyncio.sleep(max(LEAST_INTERVAL_S, one.probe.interval_s))
-        except _ProbeError as error:
+        except ProbeError as error:
             one.missing = str(error)
             self._failed(one, one.missing)
         finally:
@@ -85,23 +85,24 @@ class Looking:
     async def _look(self, one: _Watched) -> None:
         begun_s = time.monotonic()
         try:
-            fine = await self._aside(one, lambda: _checked(one.probe.look()))
-        except _ProbeError as error:
+            fine = await self._aside(one, lambda: checked(one.probe.look()))
+        except ProbeError as error:
             self._failed(one, str(error))
             return
         one.looked_s, one.trouble, one.looks = time.monotonic(), "", one.looks + 1
+        one.told.clear()
         one.cost_s = one.looked_s - begun_s
         self._hear(one.name, fine)
 
     async def _aside(self, one: _Watched, call: Callable[[], _Answer]) -> _Answer:
-        """Call it in a thread of its own. Raises _ProbeError where it does so, or after it has hung."""
+        """Call it in a thread of its own. Raises ProbeError where it does so, or after it has hung."""
         ended = _begin(one, call)
         begun_s = time.monotonic()
         try:
             done, _ = await asyncio.wait({ended}, timeout=one.probe.deadline_s)
             while not done:
                 if not one.hangs:
-                    logger.warning("health: %s has not ended in %g s", one.name, one.probe.deadline_s)
+                    _warn(one, f"has not ended in {one.probe.deadline_s:g} s")
                 one.hangs, one.trouble = True, f"it goes on since {time.monotonic() - begun_s:.0f} s"
                 self._hear(one.name, (Finding(code="probe-hangs", evidence=one.trouble),))
                 # It may hang for ever, and then this probe is over.
@@ -121,29 +122,31 @@ class Looking:
                 last.join()  # no deadline: it may hang for ever, and this thread with it
             one.probe.close()
 
-        with contextlib.suppress(_ProbeError, TimeoutError):
+        with contextlib.suppress(ProbeError, TimeoutError):
             await asyncio.wait_for(_begin(one, close), CLOSE_S)
 
     def _failed(self, one: _Watched, why: str) -> None:
-        if why != one.trouble:
-            logger.warning("health: %s fails: %s", one.name, why)
+        _warn(one, f"fails: {why}")
         one.trouble = why
         self._hear(one.name, (Finding(code="probe-failed", evidence=why),))
 
 
-class _ProbeError(Exception):
-    """A probe has raised, or told nonsense; the text says what, in one line."""
+def _warn(one: _Watched, words: str) -> None:
+    """Log it, once until it looks again."""
+    if words not in one.told:
+        one.told.add(words)
+        logger.warning("health: %s %s", one.name, words)
 
 
 def _begin(one: _Watched, call: Callable[[], _Answer]) -> asyncio.Future[_Answer]:
-    """Call it in a thread of its own, and return what is to come of it. Raises _ProbeError."""
+    """Call it in a thread of its own, and return what is to come of it. Raises ProbeError."""
     loop = asyncio.get_running_loop()
     ended: asyncio.Future[_Answer] = loop.create_future()
     thread = threading.Thread(target=_call, args=(call, loop, ended), name=f"probe {one.name}", daemon=True)
     try:
         thread.start()
     except RuntimeError as error:  # the node has no more threads to give
-        raise _ProbeError(str(error)) from None
+        raise ProbeError(str(error)) from None
     one.thread = thread
     return ended
 
@@ -155,54 +158,12 @@ def _call(
     try:
         found = call()
         tell = partial(ended.set_result, found)
-    except _ProbeError as error:
+    except ProbeError as error:
         tell = partial(ended.set_exception, error)
     except BaseException as error:  # noqa: BLE001  (somebody else's code, which may call sys.exit, too)
-        tell = partial(ended.set_exception, _ProbeError(_in_words(error)))
+        tell = partial(ended.set_exception, ProbeError(in_words(error)))
     with contextlib.suppress(RuntimeError):  # the daemon has ended meanwhile
         loop.call_soon_threadsafe(lambda: None if ended.done() else tell())
-
-
-def _in_words(error: BaseException) -> str:
-    try:
-        text = f"{type(error).__name__}: {error}"
-    except Exception:  # noqa: BLE001  (somebody else's __str__)
-        text = type(error).__name__
-    return _line(text, MAX_EVIDENCE)
-
-
-def _words(missing: object) -> str:
-    """Return what a node lacks, as it may be shown. Raises _ProbeError for what is no text."""
-    if not isinstance(missing, str):
-        raise _ProbeError(f"it must say in words what is missing, and returned a {type(missing).__name__}")
-    return _line(missing, MAX_EVIDENCE)
-
-
-def _line(text: str, limit: int) -> str:
-    return one_line(text[:limit])[:limit]
-
-
-def _checked(found: object) -> list[Finding]:
-    """Return what a probe has found, as it may be shown. Raises _ProbeError for what is no finding."""
-    if not isinstance(found, Sequence) or isinstance(found, str) or len(found) > MOST_FINDINGS:
-        raise _ProbeError(
-            f"it must return up to {MOST_FINDINGS} findings, and returned {type(found).__name__}"
-        )
-    fine: list[Finding] = []
-    for one in found:
-        texts = (one.code, one.where, one.evidence) if isinstance(one, Finding) else (one,)
-        if len(texts) != 3 or not all(isinstance(text, str) for text in texts):
-            raise _ProbeError(f"it returned a {type(one).__name__}, which is no finding")
-        if not is_code(one.code) and not (one.code.isascii() and one.code.replace("-", "").isalnum()):
-            raise _ProbeError(f"{one.code[:MAX_CODE]!r} is no code: use letters, digits and hyphens")
-        fine.append(
-            Finding(
-                code=one.code[:MAX_CODE],
-                where=_line(one.where, MAX_WHERE),
-                evidence=_line(one.evidence, MAX_EVIDENCE),
-            )
-        )
-    return fine
 
 
 def _state(one: _Watched, now_s: float) -> ProbeState:

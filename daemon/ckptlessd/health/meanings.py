@@ -82,6 +82,7 @@ TABLE: dict[str, Meaning] = {
     "gpu-left-over": _state("note", "a process is on the GPU, and no job is on the node"),
     # Of the kernel log.
     "nvswitch": _event("note", "an NVSwitch reports an error"),
+    "nvswitch-fatal": _event("move", "an NVSwitch reports a fatal error"),
     "machine-check": _event("move", "the processor reports an error that it could not correct"),
     "hardware-error": _event("note", "the firmware reports an error that can be recovered from"),
     "machine-check-corrected": _event("note", "the processor has corrected an error"),
@@ -98,6 +99,7 @@ TABLE: dict[str, Meaning] = {
     "out-of-memory": _event("note", "the node was out of memory, and a process was killed"),
     "cgroup-out-of-memory": _event("note", "a job was out of its memory, and a process was killed"),
     "link-flap": _event("move", "a network link goes down again and again", strikes=3),
+    "nic-failed": _event("move", "the firmware of a network adapter has failed"),
     "nic-stuck": _event("move", "a network adapter sends nothing", strikes=2),
     # Of the host.
     "disk-full": _state("drain", "a file system is full"),

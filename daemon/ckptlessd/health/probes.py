@@ -6,8 +6,11 @@ from collections.abc import Awaitable, Callable, Sequence
 from importlib.metadata import entry_points
 from pathlib import Path
 
+from ckptless.daemon.ckptlessd.health.answers import ProbeError
 from ckptless.daemon.ckptlessd.health.commands import CommandProbe, MountProbe
 from ckptless.daemon.ckptlessd.health.host import DiskProbe, HostProbe
+from ckptless.daemon.ckptlessd.health.installed import InstalledProbe
+from ckptless.daemon.ckptlessd.health.installed_main import GROUP
 from ckptless.daemon.ckptlessd.health.kernel_log import KernelLogProbe
 from ckptless.daemon.ckptlessd.health.links import LinkProbe
 from ckptless.daemon.ckptlessd.health.nvml import NvmlProbe
@@ -19,7 +22,6 @@ from ckptless.daemon.slurm.adapter import Node
 
 logger = logging.getLogger(__name__)
 
-GROUP = "ckptless.health"
 # A name stands in the reasons of drained nodes.
 MAX_NAME = 32
 _NAME = re.compile(rf"[a-z0-9][a-z0-9-]{{0,{MAX_NAME - 1}}}")
@@ -39,7 +41,7 @@ class _Absent(Probe):
         return self._why
 
     def look(self) -> Sequence[Finding]:
-        raise RuntimeError(self._why)
+        raise ProbeError(self._why)
 
 
 def probes(
@@ -72,18 +74,12 @@ def probes(
                 "health: %s, of %s, does not look: there is a probe of its name", name, entry.value
             )
         elif name not in settings.without:
-            found[name] = _installed(entry.name, entry.load)
+            found[name] = _installed(entry.name, entry.value)
     return {name: probe for name, probe in found.items() if name not in settings.without}
 
 
-def _installed(name: str, load: Callable[[], Callable[[], Probe]]) -> Probe:
+def _installed(name: str, value: str) -> Probe:
     """Return the probe of an entry point, which is a class or a function without arguments."""
     if not _NAME.fullmatch(name):
         return _Absent(f"its name must be of small letters, digits and hyphens, {MAX_NAME} at most")
-    try:
-        probe = load()()
-        if not (probe.interval_s > 0 and probe.deadline_s > 0):
-            return _Absent("its interval_s and deadline_s must be more than 0")
-        return probe
-    except (Exception, SystemExit) as error:  # noqa: BLE001  (somebody else's code; the daemon has to live)
-        return _Absent(f"it cannot be loaded: {type(error).__name__}: {error}")
+    return InstalledProbe(value)

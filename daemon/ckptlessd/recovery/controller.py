@@ -147,6 +147,9 @@ class Controller:
                 job.since = min(now, job.since + event.seconds)
                 job.moved = min(now, job.moved + event.seconds)
                 job.led = min(now, job.led + event.seconds)
+            case e.Stopped():
+                job.note_stopped(job.me, event.stopped)
+                job.meet()
             case e.Tick():
                 self._fencing.ask_witness(now)
                 self._following.tick(now)
@@ -215,6 +218,9 @@ class Controller:
         self._stalls.apart.say(node, theirs.apart, now)
         self._fencing.hear_of_dead(node, set(theirs.dead))
         self._take_unwell(node, theirs.unwell)
+        job.note_stopped(node, theirs.stopped)
+        for asked, leave in theirs.asked:
+            job.asked.setdefault(asked, leave)
         if job.has_a_say(node):
             for lost, reason, source in theirs.lost:
                 job.lose(e.NodeLost(lost, reason, 0.0, source=source))

@@ -151,6 +151,13 @@ class Suspended:
 
 
 @dataclass(frozen=True)
+class Stopped:
+    """This node's agent and all of its ranks are stopped by a signal; or one of them goes on."""
+
+    stopped: bool
+
+
+@dataclass(frozen=True)
 class Tick:
     """Time has passed."""
 
@@ -174,6 +181,7 @@ Input: TypeAlias = (
     | Saved
     | NotSaved
     | Suspended
+    | Stopped
     | Tick
 )
 

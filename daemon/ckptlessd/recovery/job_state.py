@@ -43,7 +43,8 @@ class JobState:
     when there was last a leader whose proposals are agreed on. `generation` and `reign` are the newest that
     were followed; by `reign` its node leads, or `leader` is nobody. `reachable`, `answering` and `heartbeats`
     are nodes whose daemons are connected, whose agents answer, and of whose daemons others hear. `unable`:
-    nodes whose daemon cannot vote. `apart`: nodes that this daemon cannot reach itself. `unwell`, `drained`,
+    nodes whose daemon cannot vote. `stopped`: nodes whose agent and ranks are all stopped by a signal.
+    `apart`: nodes that this daemon cannot reach itself. `unwell`, `drained`,
     `asked`: nodes that the job is to leave, by their own daemons' word, Slurm's, and a person's; `slow`: by
     the leader's, of
     ranks that have held up the others for `move_stragglers` windows (0: never); `held_up_by`: all ranks that
@@ -70,6 +71,7 @@ class JobState:
     heartbeats: frozenset[int] = frozenset()
     losses: dict[int, NodeLost] = field(default_factory=dict)
     unable: set[int] = field(default_factory=set)
+    stopped: set[int] = field(default_factory=set)
     apart: frozenset[int] = frozenset()
     unwell: dict[int, Leave] = field(default_factory=dict)
     drained: dict[int, Leave] = field(default_factory=dict)
@@ -152,6 +154,20 @@ class JobState:
             return False
         return self.assignment is None or node in self.assignment.members
 
+    @property
+    def goes_on_elsewhere(self) -> bool:
+        """Whether most nodes' processes are known not to be stopped: then nobody has suspended the job.
+
+        A node that is not connected is not known of, and one that is lost may be stopped or not.
+        """
+        members = self.assignment.members if self.assignment is not None else frozenset(self.nodes)
+        living = members - self.losses.keys()
+        return 2 * len((self.reachable & living) - self.stopped - {self.me}) > len(living)
+
+    def note_stopped(self, node: int, stopped: bool) -> None:
+        """Note whether all that a node has of the job is stopped."""
+        (self.stopped.add if stopped else self.stopped.discard)(node)
+
     def still_s(self, now: float) -> float:
         """Return for how long this node's ranks have made no step; 0 where none is due, or there are none."""
         here = self.assignment.ranks_on(self.me) if self.assignment is not None else ()
@@ -188,6 +204,8 @@ class JobState:
             apart=tuple(sorted(self.apart)),
             dead=tuple(sorted(self.agreement.dead)),
             unwell=self.unwell.get(self.me),
+            asked=tuple(one for one in sorted(self.asked.items()) if one[0] not in self.losses),
+            stopped=self.me in self.stopped,
         )
 
     # ------------------------------------------------------------------------------------- changes

@@ -59,7 +59,8 @@ class Standing:
     has the node, the reason, and whose word that is. `able`: the sender can vote; else its disk takes
     nothing, or has lost what it had promised. `apart`: nodes that it cannot reach, though others see them.
     `dead`: voters that are dead by the witness's word, whoever asked it. `unwell`: why the job is to leave
-    the sender's node, by a health check's word.
+    the sender's node, by a health check's word. `asked`: nodes that it is to leave by a person's, as far as
+    the sender has heard. `stopped`: the sender's agent and all of its ranks are stopped by a signal.
     """
 
     term: Number
@@ -72,6 +73,8 @@ class Standing:
     apart: Nodes = ()
     dead: Nodes = ()
     unwell: Leave | None = None
+    asked: Annotated[tuple[tuple[NodeNumber, Leave], ...], OF_NODES] = ()
+    stopped: bool = False
 
 
 @dataclass(frozen=True)

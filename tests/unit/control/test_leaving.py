@@ -329,3 +329,17 @@ def test_nobody_moves_to_a_node_that_is_to_be_left_itself() -> None:
     job.node.wait(2.0)
     assert (job.lost, ahead(job), stops(job)) == ([3], [], [])
     assert told(job, "stays")[-1].startswith("node-1 is to be left")
+
+
+def test_what_a_person_has_asked_for_is_known_to_a_daemon_that_starts_later() -> None:
+    """It was not there when that was said; whoever was tells it, until the node is out."""
+    there = Node(me=2, nodes=4)
+    there.feed(e.LeaveAsked(1, FAN))
+    asked = there.control.job.standing.asked
+    assert asked == ((1, FAN),)
+    job = Job()
+    job.node.feed(says(2, None, asked=asked))
+    builds(job)
+    assert stops(job) == ["its ranks leave node-1, which is unwell (a fan)"]
+    there.feed(lost_by(1, "its ranks have left it"))
+    assert not there.control.job.standing.asked

@@ -5,7 +5,7 @@ from __future__ import annotations
 from ckptless.daemon.ckptlessd.recovery import events as e
 from ckptless.daemon.protocol import messages as m
 
-from .lease_nodes import LIMITS, Node
+from .lease_nodes import LIMITS, Node, lost_by
 
 TICK_S = 1.0
 SEEN_EVERY_S = 4.0
@@ -31,6 +31,33 @@ def test_a_lease_ends_all_the_same() -> None:
     follower.feed(e.Suspended(600.0))
     follower.wait(LIMITS.lease_s + 1.0)
     assert follower.outcome is not None or follower.told.ends
+
+
+def test_a_node_that_is_stopped_alone_is_no_suspended_job() -> None:
+    """Most others have to be known to go on: connected, not lost, and not stopped by their own word."""
+    node = Node(me=1, nodes=5)
+
+    def goes_on() -> bool:
+        return node.control.job.goes_on_elsewhere
+
+    def says(other: int, *, stopped: bool) -> None:
+        node.feed(e.PeerUp(other, e.Standing(1, 0, "running", index=1, stopped=stopped)))
+
+    assert node.feed(e.Stopped(True)).meetings[-1].stopped
+    assert goes_on()
+    says(2, stopped=True)
+    assert goes_on()
+    says(3, stopped=True)
+    assert not goes_on(), "Slurm stops one node after the other"
+    says(2, stopped=False)
+    assert goes_on()
+    node.silent([4])
+    assert not goes_on(), "of one that is away nobody knows"
+    node.feed(lost_by(4, "it is dark"))
+    assert not goes_on(), "two of four are no more than half"
+    node.feed(lost_by(3, "so is it"))
+    assert goes_on()
+    assert not node.feed(e.Stopped(False)).meetings[-1].stopped
 
 
 def test_the_wait_for_a_rank_to_join_does_not_go_on() -> None:

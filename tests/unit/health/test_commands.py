@@ -12,6 +12,7 @@ import pytest
 from ckptless.daemon.ckptlessd.health import commands
 from ckptless.daemon.ckptlessd.health.commands import MOST_NBYTES, SHOWN, CommandProbe, MountProbe
 from ckptless.daemon.ckptlessd.health.probe import Finding, Probe
+from ckptless.daemon.ckptlessd.health.process import Process
 
 DEADLINE_S = 60.0
 SH = "/bin/sh"
@@ -161,12 +162,21 @@ def test_a_command_may_write_long_files(tmp_path: Path) -> None:
     )
 
 
-def test_what_a_command_has_started_does_not_hold_it_up() -> None:
+@pytest.mark.parametrize("code", [0, 3])
+def test_what_a_command_leaves_behind_is_ended_with_it(code: int, tmp_path: Path) -> None:
+    """It holds up nothing, and a check that leaves a process every minute fills no node."""
     begun_s = time.monotonic()
-    [found] = looks("sleep 1000 & echo $!; sleep 0.3; exit 3")
+    found = looks(f"sleep 1000 & echo $! > {tmp_path}/pid; echo end; exit {code}")
     assert time.monotonic() - begun_s < CommandProbe.LIMIT_S
-    pid = int(found.evidence.removeprefix("exit code 3: "))
-    assert lives(pid)  # a command may start a service
+    assert found == ([] if code == 0 else failed("exit code 3: end"))
+    until(lambda: not lives(int((tmp_path / "pid").read_text())))
+
+
+def test_a_command_may_start_a_service_in_a_session_of_its_own(tmp_path: Path) -> None:
+    service = f"setsid sh -c 'echo $$ > {tmp_path}/pid; exec sleep 1000'"
+    assert looks(f"{service} & while ! [ -s {tmp_path}/pid ]; do sleep 0.01; done") == []
+    pid = int((tmp_path / "pid").read_text())
+    assert lives(pid)
     os.kill(pid, signal.SIGKILL)
     until(lambda: not lives(pid))
 
@@ -202,7 +212,7 @@ def test_after_one_that_did_not_end_it_is_run_anew(tmp_path: Path) -> None:
 @pytest.fixture
 def _unkillable(monkeypatch: pytest.MonkeyPatch) -> None:
     """As a process that waits in the kernel."""
-    monkeypatch.setattr(commands._Running, "_kill", lambda running: None)
+    monkeypatch.setattr(Process, "kill", lambda process: None)
     monkeypatch.setattr(commands, "_KILL_S", 0.1)
 
 

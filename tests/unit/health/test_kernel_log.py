@@ -79,7 +79,7 @@ XIDS = [
     ),
     (
         "nvidia-nvswitch1: SXid (PCI:0000:06:00.0): 20034, Fatal, Link 48 LTSSM Fault Up",
-        "nvswitch",
+        "nvswitch-fatal",
         "0000:06:00.0",
     ),
 ]
@@ -201,6 +201,21 @@ DISKS = [
         "dm-3",
     ),
     ("timeout error, dev sda, sector 8 op 0x0:(READ) flags 0x0 phys_seg 1 prio class 0", "disk-error", "sda"),
+    (
+        "device offline error, dev sdb, sector 2048 op 0x1:(WRITE) flags 0x800 phys_seg 1 prio class 2",
+        "disk-error",
+        "sdb",
+    ),
+    (
+        "recoverable transport error, dev sdb, sector 8 op 0x0:(READ) flags 0x0 phys_seg 1 prio class 2",
+        "disk-error",
+        "sdb",
+    ),
+    (
+        "protection error, dev nvme0n1, sector 8 op 0x0:(READ) flags 0x0 phys_seg 1 prio class 2",
+        "disk-error",
+        "nvme0n1",
+    ),
     ("Buffer I/O error on dev sdc71, logical block 0, lost async page write", "disk-error", "sdc71"),
     ("Buffer I/O error on device md127p1, logical block 8", "disk-error", "md127p1"),
     (
@@ -260,7 +275,27 @@ DISKS = [
         "sda3",
     ),
     ("BTRFS error (device sdb1 state EA): commit super ret -5", "file-system-error", "sdb1"),
-    ("BTRFS: error (device sdc: state A) in btrfs_run_delayed_refs", None, None),
+    # with which it goes read-only: 5.x, and 6.x
+    (
+        "BTRFS: error (device sdc) in btrfs_run_delayed_refs:2156: errno=-5 IO failure",
+        "file-system-error",
+        "sdc",
+    ),
+    (
+        "BTRFS: error (device sdc: state A) in btrfs_run_delayed_refs:2156: errno=-5 IO failure",
+        "file-system-error",
+        "sdc",
+    ),
+    (
+        "BTRFS: error (device nvme0n1p3 state A) in btrfs_create_new_inode:6854: errno=-75 unknown",
+        "file-system-error",
+        "nvme0n1p3",
+    ),
+    (
+        "XFS (sdb1): writeback error on inode 402653314, offset 0, sector 402658312",
+        "file-system-error",
+        "sdb1",
+    ),
     ("nfs: server nfs01.cluster not responding, still trying", "nfs-silent", "nfs01.cluster"),
     ("nfs: server 10.0.0.1 not responding, timed out", "nfs-silent", "10.0.0.1"),
 ]
@@ -302,6 +337,23 @@ NETWORKS = [
     ("r8169 0000:06:00.0 eth0: link down", "link-flap", "eth0"),
     ("e1000e: enp0s31f6 NIC Link is Down", "link-flap", "enp0s31f6"),
     ("e1000e 0000:00:1f.6 eth0: NIC Link is Down", "link-flap", "eth0"),
+    # 4.x, 5.x, and as a vendor's own driver says it
+    (
+        "mlx5_core 0000:03:00.0: device's health compromised - reached miss count",
+        "nic-failed",
+        "0000:03:00.0",
+    ),
+    (
+        "mlx5_core 0000:0d:00.0: poll_health:801:(pid 0): device's health compromised - reached miss count",
+        "nic-failed",
+        "0000:0d:00.0",
+    ),
+    (
+        "mlx5_core 0000:d2:00.0: poll_health:825: device's health compromised - reached miss count.",
+        "nic-failed",
+        "0000:d2:00.0",
+    ),
+    ("mlx5_core 0000:82:00.1: poll_health:833:(pid 0): Fatal error 1 detected", "nic-failed", "0000:82:00.1"),
     # 4.4, 5.15, 6.5; 6.7 and newer
     ("NETDEV WATCHDOG: eth0 (stmmaceth): transmit queue 0 timed out", "nic-stuck", "eth0"),
     ("NETDEV WATCHDOG: eth2 (igb): transmit queue 4 timed out", "nic-stuck", "eth2"),
@@ -391,6 +443,8 @@ def test_no_name_of_a_process_is_a_finding(behind: str) -> None:
         "Memory failure: 0x3a5b6c: recovery action for clean LRU page: Recovered",
         "nfs: server nfs01 OK",
         "mlx5_core 0000:4b:00.0 ens3f0np0: Link up",
+        "mlx5_core 0000:06:00.0: wait_func_handle_exec_timeout:1128:(pid 1): cmd[-22]: CREATE_UCTX",
+        "reservation conflict error, dev sdb, sector 8 op 0x1:(WRITE) flags 0x800 phys_seg 1 prio class 2",
         "nvme nvme0: 8/0/0 default/read/poll queues",
         "",
         " ",

@@ -13,7 +13,8 @@ from typing import Any
 import pytest
 
 from ckptless.daemon.ckptlessd.health import looking as module
-from ckptless.daemon.ckptlessd.health.looking import MOST_FINDINGS, Looking
+from ckptless.daemon.ckptlessd.health.answers import MOST_FINDINGS
+from ckptless.daemon.ckptlessd.health.looking import Looking
 from ckptless.daemon.ckptlessd.health.probe import Finding
 from ckptless.daemon.protocol.health import MAX_CODE, MAX_EVIDENCE, MAX_WHERE, ProbeState
 from ckptless.daemon.protocol.limits import TEXT_LIMIT

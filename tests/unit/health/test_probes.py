@@ -3,15 +3,19 @@
 import asyncio
 from collections.abc import Sequence
 from importlib.metadata import EntryPoint, EntryPoints
+from pathlib import Path
 from typing import Any
 
 import pytest
 
 from ckptless.daemon.ckptlessd.health import probes as module
+from ckptless.daemon.ckptlessd.health.answers import ProbeError
 from ckptless.daemon.ckptlessd.health.commands import CommandProbe, MountProbe
 from ckptless.daemon.ckptlessd.health.host import DiskProbe
+from ckptless.daemon.ckptlessd.health.installed import InstalledProbe
+from ckptless.daemon.ckptlessd.health.installed_main import GROUP
 from ckptless.daemon.ckptlessd.health.probe import Finding, Probe
-from ckptless.daemon.ckptlessd.health.probes import GROUP, probes
+from ckptless.daemon.ckptlessd.health.probes import probes
 from ckptless.daemon.settings.options import HealthSettings
 from ckptless.daemon.slurm.adapter import Node
 
@@ -63,19 +67,13 @@ def ending() -> Probe:
     raise SystemExit("usage: my-check")
 
 
-MADE: list[str] = []
-
-
-def noting() -> Probe:
-    MADE.append("one")
-    return Good()
-
-
 NO_PROBE = 7
 
 
 @pytest.fixture(autouse=True)
 def installed(monkeypatch: pytest.MonkeyPatch) -> list[EntryPoint]:
+    # For the processes that they are loaded in.
+    monkeypatch.setenv("PYTHONPATH", str(Path(__file__).parents[3]))
     entries: list[EntryPoint] = []
 
     def entry_points(*, group: str) -> EntryPoints:
@@ -123,24 +121,25 @@ def test_commands_and_mounts() -> None:
 
 
 def test_what_is_off(installed: list[EntryPoint]) -> None:
-    # What is off is not even loaded.
-    installed += [entry("site"), entry("broken", "noting")]
+    installed += [entry("site"), entry("broken", "failing")]
     made = found(
         without=("nvml", "link", "mount", "command-nhc", "broken", "unknown"),
         mounts=("/home",),
         commands={"nhc": "/bin/true", "other": "/bin/true"},
     )
     assert list(made) == ["kernel-log", "disk", "host", "slurm", "command-other", "site"]
-    assert MADE == []
     assert list(found()) == [*ALONG, "site", "broken"]
-    assert MADE == ["one"]
 
 
 @pytest.mark.parametrize("what", ["Good", "factory"])
 def test_an_installed_one(installed: list[EntryPoint], what: str) -> None:
     installed.append(entry("site-2", what))
     assert list(found()) == [*ALONG, "site-2"]
-    assert found()["site-2"].look() == [Finding(code="my-own")]
+    probe = found()["site-2"]
+    assert isinstance(probe, InstalledProbe)
+    assert probe.missing() == ""
+    assert probe.look() == [Finding(code="my-own")]
+    probe.close()
 
 
 @pytest.mark.parametrize(
@@ -152,7 +151,7 @@ def test_an_installed_one(installed: list[EntryPoint], what: str) -> None:
         ("no_such_module:x", "it cannot be loaded: ModuleNotFoundError: No module named 'no_such_module'"),
         ("NO_PROBE", "it cannot be loaded: TypeError: 'int' object is not callable"),
         ("NoTimes", "it cannot be loaded: AttributeError: 'NoTimes' object has no attribute 'interval_s'"),
-        ("Words", "it cannot be loaded: TypeError: '>' not supported between instances of 'str' and 'int'"),
+        ("Words", "it cannot be loaded: TypeError: '<' not supported between instances of 'int' and 'str'"),
         ("Nothing", "its interval_s and deadline_s must be more than 0"),
         ("Negative", "its interval_s and deadline_s must be more than 0"),
         ("NotANumber", "its interval_s and deadline_s must be more than 0"),
@@ -168,10 +167,9 @@ def test_an_installed_one_that_cannot_be_had_says_why(
     assert site.missing().startswith(words)
     assert site.interval_s > 0
     assert site.deadline_s > 0
-    with pytest.raises(RuntimeError, match="it"):
+    with pytest.raises(ProbeError, match="it"):
         site.look()
     site.close()
-    assert made["other"].missing() == ""
 
 
 @pytest.mark.parametrize("name", ["Site", "a_b", "-a", "a b", "a\nb", "\u00e4", "x" * 33, "x" * 5000])
@@ -187,7 +185,9 @@ def test_a_bad_name_is_said(installed: list[EntryPoint], name: str) -> None:
 @pytest.mark.parametrize("name", ["a", "0", "x" * 32, "site-gpu-2"])
 def test_a_good_name(installed: list[EntryPoint], name: str) -> None:
     installed.append(entry(name))
-    assert found()[name].missing() == ""
+    probe = found()[name]
+    assert probe.missing() == ""
+    probe.close()
 
 
 def test_none_takes_the_place_of_another(
@@ -198,6 +198,7 @@ def test_none_takes_the_place_of_another(
     assert list(made) == [*ALONG, "site"]
     assert isinstance(made["disk"], DiskProbe)
     assert made["site"].missing() == ""
+    made["site"].close()
     assert [one.getMessage() for one in caplog.records] == [
         f"health: {name}, of {__name__}:{what}, does not look: there is a probe of its name"
         for name, what in (("disk", "Good"), ("site", "failing"))
