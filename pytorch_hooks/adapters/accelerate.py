@@ -6,7 +6,7 @@ an accumulation is, a scaler) is committed with the step; the prepared loader's 
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from typing import Any
 
 import torch
@@ -57,16 +57,37 @@ class _Made:
                 "which knows DDP and FSDP of version 2 there: use one of these"
             )
         self._loader: Prepared | None = None
+        self._run: Any = None
         found: list[Any] = []
         for one in things:
-            if isinstance(one, DataLoaderShard) and self._loader is None:
+            # Whatever it is, and whether it was prepared: it is the one of the training.
+            if isinstance(one, torch.utils.data.DataLoader) and self._loader is None:
                 self._loader = Prepared(one)
                 self._loader.settle()
                 found.append(self._loader)
-            else:
-                found.append(one)
+                continue
+            if isinstance(one, DataLoaderShard):
+                self._watch(one)
+            found.append(one)
         self.things = tuple(found)
         self.parts = self._sorted()
+
+    def _watch(self, loader: Any) -> None:
+        """Refuse batches of a loader that is gone through while steps are committed: nobody has that."""
+        base, begin = loader.base_dataloader, loader.base_dataloader.__iter__
+
+        def batches() -> Iterator[Any]:
+            step = self._run.step
+            for batch in begin():
+                if self._run.step != step:
+                    raise UsageError(
+                        "a second loader gives batches to the steps of the training, and ckptless keeps the "
+                        "position of the first one alone: put their data into one loader"
+                    )
+                yield batch
+
+        # Accelerate asks the object for it, not its class.
+        vars(base)["__iter__"] = batches
 
     def _sorted(self) -> dict[str, Any]:
         """Return the parts of the State."""
@@ -98,6 +119,7 @@ class _Made:
 
     def enter(self, run: Any) -> None:
         """The training function has been entered again."""
+        self._run = run
         if self._loader is not None:
             self._loader.run = run
             self._loader.leave()

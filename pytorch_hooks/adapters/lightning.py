@@ -12,6 +12,7 @@ moved is refused before the first step.
 from __future__ import annotations
 
 import inspect
+import operator
 from collections.abc import Callable, Iterator
 from typing import Any
 
@@ -29,7 +30,8 @@ from lightning.pytorch.trainer.states import TrainerFn
 import ckptless
 from ckptless.daemon.protocol.errors import UsageError
 from ckptless.pytorch_hooks import env
-from ckptless.pytorch_hooks.adapters.lightning_loggers import Loggers
+from ckptless.pytorch_hooks.adapters.kept import Kept
+from ckptless.pytorch_hooks.adapters.lightning_loggers import LOGGERS, Loggers
 from ckptless.pytorch_hooks.adapters.lightning_metrics import Metrics
 
 # What is called, replaced on an instance, or read.
@@ -40,9 +42,27 @@ HOOKS: dict[type, str] = {
     pl.Trainer: "_run_stage",
     strategies.Strategy: "_configure_launcher process_dataloader",
 }
+# What is read or set on objects, each by where a Trainer has it.
+ATTRIBUTES = {
+    "": "fit_loop callbacks loggers should_stop _detect_anomaly _logger_connector",
+    "fit_loop": "epoch_loop epoch_progress _combined_loader _data_fetcher _restarting",
+    "fit_loop.epoch_loop": "val_loop _batches_that_stepped _results",
+    "fit_loop.epoch_loop.val_loop": "run _combined_loader _results _seen_batches_per_dataloader",
+    "_logger_connector": "_logged_metrics _callback_metrics _first_loop_iter _current_fx",
+    "lightning_module": "_current_fx_name _param_requires_grad_state _metric_attributes",
+}
 VERSIONS = "use Lightning 2.5 to 2.6"
 # No step is done meanwhile, which until then is no hang.
 VALIDATION_S = 3600.0
+# Callbacks that put another scheduler, other parameters or another loader into a Trainer that trains, or have
+# one train before it does.
+REMAKE = (
+    callbacks.StochasticWeightAveraging,
+    callbacks.BaseFinetuning,
+    callbacks.ModelPruning,
+    callbacks.LearningRateFinder,
+    callbacks.BatchSizeFinder,
+)
 # Of callbacks: a clock of this machine.
 NOT_KEPT = frozenset({"_last_time_checked"})
 _NUMBERS = frozenset({int, float, bool})
@@ -181,6 +201,7 @@ class _Fit:
         self.alone = bool(run.joins)
         self._strategy = strategy
         self._metrics = Metrics(trainer)
+        self._kept: Kept | None = None
         self._saved: dict[str, Any] | None = None
         self._begun = False
         # What Lightning patches for each call, and a fault may leave so.
@@ -246,11 +267,29 @@ class _Fit:
             parts["scheduler"] = [one.scheduler for one in strategy.lr_scheduler_configs]
         if getattr(self.trainer.precision_plugin, "scaler", None) is not None:
             parts["scaler"] = self.trainer.precision_plugin.scaler
+        module, of_script = self.trainer.lightning_module, {}
         for number, callback in enumerate(self.trainer.callbacks):
+            of_script[f"callback_{number}"] = callback
             for name, value in vars(callback).items():
-                if isinstance(value, torch.nn.Module):
+                if isinstance(value, torch.nn.Module) and value is not module:
                     parts[f"callback_{number}_{name}"] = value
+        self._kept = Kept("lightning", of_script, module)
         return ckptless.State(**parts, fit=self)
+
+    def ckptless_looks_through(self) -> dict[str, Any]:
+        """Return what is looked through at each commit, for who tells where that takes long."""
+        assert self._kept is not None
+        return self._kept.all()
+
+    def ckptless_leaves_out(self) -> dict[str, Any]:
+        """Return what callbacks have beside plain data, for who looks whether all that changes is kept.
+
+        Of those with a `state_dict` of their own nothing: that says what they have.
+        """
+        assert self._kept is not None
+        told = {f"callback_{number}" for number, one in enumerate(self.trainer.callbacks) if _tells(one)}
+        left = self._kept.left_out().items()
+        return {place: value for place, value in left if place.partition(".")[0] not in told}
 
     def _set_up_data(self) -> None:
         """Do what comes before the first batch."""
@@ -361,6 +400,8 @@ class _Fit:
     def state_dict(self) -> dict[str, Any]:
         """Return where the loops are, and what metrics and callbacks have."""
         trainer = self.trainer
+        assert self._kept is not None
+        told = {f"callback_{number}": one.state_dict() for number, one in enumerate(trainer.callbacks)}
         return {
             "loops": {
                 path: {name: of[name] for name in names if type(of[name]) in _NUMBERS}
@@ -369,7 +410,10 @@ class _Fit:
             "seen": dict(self._epoch_loop.val_loop._seen_batches_per_dataloader),
             "should_stop": trainer.should_stop,
             "metrics": self._metrics.state_dict(),
-            "callbacks": [(_plain(one), one.state_dict()) for one in trainer.callbacks],
+            "callbacks": [
+                (_plain(one), state) for one, state in zip(trainer.callbacks, told.values(), strict=True)
+            ],
+            "kept": self._kept.state_dict(told),
             "data": None if trainer.datamodule is None else trainer.datamodule.state_dict(),
         }
 
@@ -385,6 +429,8 @@ class _Fit:
         self._epoch_loop.val_loop._seen_batches_per_dataloader.update(saved["seen"])
         trainer.should_stop = saved["should_stop"]
         self._metrics.load_state_dict(saved["metrics"])
+        assert self._kept is not None
+        self._kept.load_state_dict(saved["kept"])
         for one, (plain, state) in zip(trainer.callbacks, saved["callbacks"], strict=True):
             vars(one).update(plain)
             # Its clock goes on.
@@ -413,12 +459,40 @@ def _plain(one: Any) -> dict[str, Any]:
     }
 
 
-def _refuse(trainer: Any) -> None:
-    """Raise UsageError where a Trainer is not one that ckptless knows."""
+def _tells(callback: Any) -> bool:
+    """Whether a callback's class has a state_dict of its own."""
+    return type(callback).state_dict is not callbacks.Callback.state_dict
+
+
+def _refuse_release(trainer: Any) -> None:
+    """Raise UsageError where Lightning is not the one that this stands on."""
     for kind, names in HOOKS.items():
         for name in names.split():
             if inspect.getattr_static(kind, name, None) is None:
                 raise UsageError(f"Lightning's {kind.__name__}.{name} is gone: {VERSIONS}")
+    for path, names in ATTRIBUTES.items():
+        _need(operator.attrgetter(path)(trainer) if path else trainer, names)
+    for one in trainer.loggers:
+        for kind in LOGGERS:
+            if isinstance(one, kind):
+                _need(one, LOGGERS[kind])
+
+
+def _need(one: Any, names: str) -> None:
+    for name in names.split():
+        if not hasattr(one, name):
+            raise UsageError(f"Lightning's {type(one).__name__}.{name} is gone: {VERSIONS}")
+
+
+def _refuse(trainer: Any) -> None:
+    """Raise UsageError where a Trainer is not one that ckptless knows."""
+    _refuse_release(trainer)
+    for one in trainer.callbacks:
+        if isinstance(one, REMAKE):
+            raise UsageError(
+                f"the callback {type(one).__name__} changes what is trained, or trains itself, after all is "
+                "set up, and is not protected by ckptless: train without it"
+            )
     cannot = {
         "reload_dataloaders_every_n_epochs": bool(trainer.reload_dataloaders_every_n_epochs),
         "barebones": trainer.barebones,

@@ -18,6 +18,14 @@ from lightning.pytorch.loggers import CSVLogger, MLFlowLogger, TensorBoardLogger
 from ckptless.pytorch_hooks.adapters import mlflow_runs
 from ckptless.pytorch_hooks.adapters.written import Line, Written, take_back
 
+# What is private in loggers, and read or set.
+LOGGERS: dict[type, str] = {
+    CSVLogger: "_version",
+    TensorBoardLogger: "_version",
+    WandbLogger: "_id _wandb_init",
+    MLFlowLogger: "tags _run_id _experiment_name _mlflow_client _prefix LOGGER_JOIN_CHAR",
+}
+
 
 class Loggers:
     """The loggers of one Trainer, before they have begun to write."""

@@ -7,6 +7,7 @@ restores what it had drawn from.
 
 from __future__ import annotations
 
+import operator
 from collections.abc import Iterator
 from typing import Any
 
@@ -15,6 +16,13 @@ from accelerate.data_loader import DataLoaderShard, SeedableRandomSampler, synch
 from accelerate.utils import send_to_device
 
 from ckptless.daemon.protocol.errors import UsageError
+
+# What is called, read or set on a prepared loader, and on what it tells of loops over it.
+HOOKS = (
+    "base_dataloader begin end set_epoch iteration device rng_types synchronized_generator batch_sampler "
+    "end_of_dataloader gradient_state gradient_state.dataloader_references"
+)
+ACCELERATE = "1.15"
 
 
 class Prepared:
@@ -30,6 +38,13 @@ class Prepared:
                 f"{type(loader).__name__} is no loader that accelerate has prepared, or dispatches batches: "
                 "give it to `prepare`, without dispatch_batches"
             )
+        for name in HOOKS.split():
+            try:
+                operator.attrgetter(name)(loader)
+            except AttributeError as error:
+                raise UsageError(
+                    f"accelerate's {type(loader).__name__}.{name} is gone: use accelerate {ACCELERATE}"
+                ) from error
         if {*(loader.rng_types or ())} - {"generator"}:
             raise UsageError(
                 f"rng_types={loader.rng_types}: other random numbers than those of a loader's generator are "

@@ -12,8 +12,9 @@ import sys
 from collections.abc import Callable
 from typing import Any
 
-from torchtitan.components.metrics import TensorBoardLogger
+from torchtitan.components.metrics import LoggerContainer, TensorBoardLogger
 
+from ckptless.daemon.protocol.errors import UsageError
 from ckptless.pytorch_hooks.adapters.written import Written, take_back
 
 # Its module, where it looks up what writes to TensorBoard.
@@ -45,6 +46,8 @@ class Loggers:
 
     def __init__(self, metrics: Any, committed: Callable[[], int]) -> None:
         self._committed = committed
+        if isinstance(metrics.logger, LoggerContainer) and not hasattr(metrics.logger, "_loggers"):
+            raise UsageError("torchtitan's LoggerContainer._loggers is gone: use torchtitan 0.3")
         # None where this rank logs nothing.
         self._loggers = [(one, Written()) for one in getattr(metrics.logger, "_loggers", ())]
         for one, written in self._loggers:

@@ -29,8 +29,9 @@ from transformers.trainer_utils import TrainOutput
 
 import ckptless
 from ckptless.daemon.protocol.errors import UsageError
-from ckptless.pytorch_hooks.adapters.prepared import Prepared
-from ckptless.pytorch_hooks.adapters.transformers_reports import REPORTERS, Reports
+from ckptless.pytorch_hooks.adapters.kept import Kept
+from ckptless.pytorch_hooks.adapters.prepared import ACCELERATE, Prepared
+from ckptless.pytorch_hooks.adapters.transformers_reports import REPORTERS, Reports, refuse_reporters
 
 # What is overridden or called, and parameters that must be there.
 HOOKS = {
@@ -41,6 +42,14 @@ HOOKS = {
     "_maybe_log_save_evaluate": "tr_loss",
     "get_batch_samples": "epoch_iterator",
 }
+# What methods of Trainer's use.
+CALLS = {
+    "_inner_training_loop": "get_train_dataloader _init_training_state _prepare_for_training _run_epoch "
+    "on_train_begin on_epoch_begin _tr_loss",
+    "_run_epoch": "_load_rng_state get_batch_samples _maybe_log_save_evaluate skip_first_batches on_step_end "
+    "on_epoch_end _tr_loss",
+}
+VERSIONS = "use transformers 5.17 to 5.24"
 # Of the accelerator: emptied where the loop begins, filled by what prepares the model.
 REGISTERED = ("_models", "_optimizers", "_schedulers")
 # Of TrainerState: grows with every line, and is the same on all ranks; is made anew.
@@ -92,7 +101,9 @@ class _Loop:
         self.epochs = self.steps = self.per_epoch = 0
         self.epoch_over = False
         self.reports = Reports(owner, lambda: int(self.run.step))
+        self.kept: Kept | None = None
         self._owner = owner
+        self._kind = type(owner)
 
     def state_dict(self) -> dict[str, Any]:
         """Return all of it. The sum of losses stays where it is: nobody waits for a device."""
@@ -110,12 +121,36 @@ class _Loop:
                 {} if isinstance(one, REPORTERS) else _numbers(one)
                 for one in owner.callback_handler.callbacks
             ],
+            "kept": None if self.kept is None else self.kept.state_dict(),
         }
 
     def load_state_dict(self, saved: dict[str, Any]) -> None:
         """Take it; the loop puts it back where it begins."""
         self.saved = saved
         self.loader.load_state_dict(saved["loader"])
+
+    def keep(self, model: torch.nn.Module) -> dict[str, torch.nn.Module]:
+        """Know what the script's own classes have here beside a model; return the modules among it."""
+        callbacks = self._owner.callback_handler.callbacks
+        of_script: dict[str, Any] = {f"callback_{n}": one for n, one in enumerate(callbacks)}
+        if not self._kind.__module__.startswith("transformers."):
+            of_script["subclass"] = self._owner
+        self.kept = Kept("transformers", of_script, model)
+        return self.kept.modules(model)
+
+    @property
+    def ckptless_covers(self) -> tuple[Any, ...]:
+        """What it has the state of, for who looks whether all that changes is in the State."""
+        owner = self._owner
+        return owner, owner.args, owner.state, owner.control, owner.callback_handler, owner.accelerator
+
+    def ckptless_looks_through(self) -> dict[str, Any]:
+        """Return what is looked through at each commit, for who tells where that takes long."""
+        return {} if self.kept is None else self.kept.all()
+
+    def ckptless_leaves_out(self) -> dict[str, Any]:
+        """Return what the script's classes have beside plain data, for the same."""
+        return {} if self.kept is None else self.kept.left_out()
 
     @property
     def loader(self) -> Prepared:
@@ -149,9 +184,21 @@ class _Loop:
         owner._tr_loss += saved["tr_loss"].to(owner._tr_loss.device)
         for name, value in saved["control"].items():
             setattr(control, name, value)
-        for callback, kept in zip(owner.callback_handler.callbacks, saved["callbacks"], strict=True):
-            if kept:
-                _put_numbers(callback, kept)
+        if not self.run.step:
+            # As they were built: they are about to begin.
+            self.put_back()
+
+    def put_back(self) -> None:
+        """Have the script's callbacks be as at the step that is restored, whatever they have begun anew."""
+        saved = self.saved
+        if saved is None:
+            return
+        callbacks = self._owner.callback_handler.callbacks
+        for callback, numbers in zip(callbacks, saved["callbacks"], strict=True):
+            if numbers:
+                _put_numbers(callback, numbers)
+        if self.kept is not None and saved["kept"] is not None:
+            self.kept.load_state_dict(saved["kept"])
 
     def restore_random(self) -> None:
         """Draw from now on as after the commit, whatever was drawn since; once."""
@@ -185,8 +232,8 @@ def _put_numbers(one: Any, kept: dict[str, Any], but: Container[str] = ()) -> No
     vars(one).update(kept["numbers"])
 
 
-class _Watch(TrainerCallback):
-    """Comes first of all callbacks: sees where the loop is, and puts its sums back."""
+class _First(TrainerCallback):
+    """Comes before all callbacks: sees where the loop is, and puts its sums back."""
 
     def __init__(self, loop: _Loop) -> None:
         self.loop = loop
@@ -206,6 +253,26 @@ class _Watch(TrainerCallback):
     def on_epoch_end(self, args: Any, state: Any, control: Any, **_more: Any) -> None:
         """Its last logs and evaluation come after this."""
         self.loop.epochs, self.loop.steps, self.loop.epoch_over = self.loop.epochs + 1, 0, True
+
+
+class _Last(TrainerCallback):
+    """Comes after all callbacks: what these begin with the training, or an epoch, goes on where it was."""
+
+    def __init__(self, loop: _Loop) -> None:
+        self.loop = loop
+        self._goes_on = False
+
+    def on_train_begin(self, args: Any, state: Any, control: Any, **_more: Any) -> None:
+        """They have begun, maybe once more."""
+        if self.loop.run.step:
+            self.loop.put_back()
+        self._goes_on = self.loop.steps > 0
+
+    def on_epoch_begin(self, args: Any, state: Any, control: Any, **_more: Any) -> None:
+        """They have begun an epoch, or the rest of one."""
+        if self._goes_on:
+            self.loop.put_back()
+        self._goes_on = False
 
 
 class _Protected:
@@ -238,12 +305,14 @@ class _Protected:
             loop.model, _ = prepare(max_steps, None, None)
             loop.registered = {name: [*getattr(owner.accelerator, name)] for name in REGISTERED}
             scaler = getattr(owner.accelerator, "scaler", None)
+            parts: dict[str, Any] = {} if scaler is None else {"scaler": scaler}
             return ckptless.State(
                 model=loop.model,
                 optimizer=owner.optimizer,
                 scheduler=owner.lr_scheduler,
                 trainer=loop,
-                **({} if scaler is None else {"scaler": scaler}),
+                **parts,
+                **loop.keep(loop.model),
             )
 
         loop.forget()
@@ -331,7 +400,8 @@ def _protect(owner: Any) -> Any:
     _refuse(owner)
     loop = _Loop(owner)
     owner.__class__ = type(f"Protected{type(owner).__name__}", (_Protected, type(owner)), {"ckptless": loop})
-    owner.callback_handler.callbacks.insert(0, _Watch(loop))
+    owner.callback_handler.callbacks.insert(0, _First(loop))
+    owner.callback_handler.callbacks.append(_Last(loop))
     return owner
 
 
@@ -341,9 +411,16 @@ def _refuse(owner: Trainer) -> None:
         method = getattr(type(owner), name, None)
         there = {} if method is None else inspect.signature(method).parameters
         if method is None or not {*parameters.split()} <= {*there}:
-            raise UsageError(f"transformers.Trainer.{name} is not what it was: use transformers 5.17 to 5.24")
-    if not hasattr(_TRAINER, "skip_first_batches"):
-        raise UsageError("transformers.trainer.skip_first_batches is gone: use transformers 5.17 to 5.24")
+            raise UsageError(f"transformers.Trainer.{name} is not what it was: {VERSIONS}")
+    for name, used in CALLS.items():
+        uses = inspect.unwrap(getattr(Trainer, name, _skip_ours)).__code__.co_names
+        for one in used.split():
+            if one not in uses:
+                raise UsageError(f"transformers.Trainer.{name} does not use {one} any more: {VERSIONS}")
+    for name in REGISTERED:
+        if not hasattr(owner.accelerator, name):
+            raise UsageError(f"accelerate.Accelerator.{name} is gone: use accelerate {ACCELERATE}")
+    refuse_reporters(owner.callback_handler.callbacks)
     cannot = {
         "DeepSpeed": owner.is_deepspeed_enabled,
         "FSDP of version 1": owner.is_fsdp_enabled and not owner.accelerator.is_fsdp2,

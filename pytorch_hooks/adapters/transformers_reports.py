@@ -20,10 +20,30 @@ from transformers.integrations.integration_utils import (
     WandbCallback,
 )
 
+from ckptless.daemon.protocol.errors import UsageError
 from ckptless.pytorch_hooks.adapters import mlflow_runs
 from ckptless.pytorch_hooks.adapters.written import Line, Written, take_back
 
 REPORTERS = tuple(INTEGRATION_TO_CALLBACK.values())
+
+# What is read or set on them.
+HOOKS: dict[Any, str] = {
+    TensorBoardCallback: "on_log tb_writer logging_dir",
+    MLflowCallback: "on_log _ml_flow _async_log",
+    WandbCallback: "on_log",
+}
+
+
+def refuse_reporters(callbacks: list[Any]) -> None:
+    """Raise UsageError where one of them is not what it was."""
+    for one in callbacks:
+        for kind, names in HOOKS.items():
+            for name in names.split() if isinstance(one, kind) else ():
+                # Some come with the first line.
+                if not hasattr(one, name) and name not in kind.on_log.__code__.co_names:
+                    raise UsageError(
+                        f"transformers' {kind.__name__}.{name} is gone: use transformers 5.17 to 5.24"
+                    )
 
 
 class Reports:

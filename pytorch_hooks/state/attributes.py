@@ -8,7 +8,7 @@ is left alone. Classes of torch itself say everything in their state, and are no
 
 import random
 from collections import deque
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Callable, Container, Iterable, Iterator, Mapping
 from types import FunctionType, MethodType, ModuleType
 from typing import Any
 
@@ -44,8 +44,12 @@ def is_foreign(kind: type) -> bool:
 class Attributes:
     """The attributes of named objects: as they were built, and which have changed. Main thread only."""
 
-    def __init__(self, holders: dict[str, Any]) -> None:
+    def __init__(
+        self, holders: dict[str, Any], left_alone: Mapping[str, Container[str]] | None = None
+    ) -> None:
+        """`left_alone`: by holder the attributes that are somebody else's to keep."""
         self.holders = {name: one for name, one in holders.items() if not is_foreign(type(one))}
+        self._left_alone = left_alone or {}
         self._built: dict[str, dict[str, bytes]] = {}
         self._changed: dict[str, set[str]] = {}
         # How each attribute looked when it was packed last, and what that gave.
@@ -61,8 +65,9 @@ class Attributes:
         """Pack all attributes that can be packed; what looks as it did is not packed again."""
         old, new = self._packed.get(name, {}), self._packed.setdefault(name, {})
         only = self._changed[name] if isinstance(one, torch.nn.Module) else None
+        but = self._left_alone.get(name, ())
         for key, value in own(one):
-            if only is None or key in only:
+            if key not in but and (only is None or key in only):
                 look = look_at(value, names)
                 if key not in old or old[key][0] != look:
                     new[key] = look, packed(value, names)

@@ -62,7 +62,11 @@ class SecondLook:
 
     def many(self) -> str | None:
         """The name of plain data in the State that has so many items that to write them out takes long."""
-        for name, value in parts_of(self._state).data.items():
+        given = dict(parts_of(self._state).data)
+        for name, one in parts_of(self._state).stateful.items():
+            found: dict[str, Any] = getattr(one, "ckptless_looks_through", dict)()
+            given |= {f"{name}.{place}": value for place, value in found.items()}
+        for name, value in given.items():
             if sum(1 for _ in islice(_items(value), attributes.MANY + 1)) > attributes.MANY:
                 return name
         return None
@@ -85,14 +89,20 @@ class SecondLook:
                     yield f"state.{prefix.replace(':', '.')}{key}", value.detach()
                 elif isinstance(value, (FunctionType, MethodType)):
                     yield f"state.{prefix.replace(':', '.')}{key}", value
+        yield from self._of_stateful()
+        classes = {k: None for one in self.known().values() for k in type(one).__mro__ if reach.is_own(k)}
+        for each in classes:
+            yield f"the class {each.__name__}", each
+
+    def _of_stateful(self) -> Iterator[tuple[str, Any]]:
         for name, one in parts_of(self._state).stateful.items():
             for index, function in enumerate(getattr(one, "lr_lambdas", ())):
                 if not isinstance(function, FunctionType):
                     continue  # of an object LambdaLR's state_dict has the attributes
                 yield f"state.{name}.lr_lambdas[{index}]", function
-        classes = {k: None for one in self.known().values() for k in type(one).__mro__ if reach.is_own(k)}
-        for each in classes:
-            yield f"the class {each.__name__}", each
+            # What an adapter's object says that it does not have of the script's.
+            for place, value in getattr(one, "ckptless_leaves_out", dict)().items():
+                yield f"{name}.{place}", value
 
     def at_modules(self) -> None:
         """Attributes of modules that training changes: they are saved from now on. Before a restore, too."""

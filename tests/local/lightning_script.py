@@ -146,10 +146,15 @@ class Manual(Net):
 
 
 class Tell(pl.Callback):
-    """Writes what there is after each batch and each validation."""
+    """Writes what there is after each batch and each validation; with an average that no state_dict has."""
 
     def __init__(self) -> None:
         self.lines = 0
+        self.average: dict[str, torch.Tensor] = {}
+        self.steps: list[int] = []
+
+    def on_train_start(self, trainer: Any, module: Any) -> None:
+        self.average["bias"] = torch.zeros(())
 
     def state_dict(self) -> Any:
         # Of the very first commit.
@@ -159,7 +164,12 @@ class Tell(pl.Callback):
     def on_train_batch_end(self, trainer: Any, module: Any, outputs: Any, batch: Any, batch_idx: int) -> None:
         self.lines += 1
         time.sleep(float(os.environ.get("PAUSE", "0")))
-        tell("loss", f"{trainer.global_step} {batch_idx} {self.lines} {outputs['loss'].item().hex()}")
+        self.steps.append(trainer.global_step)
+        bias = module.net[0].bias
+        bias = bias.to_local() if hasattr(bias, "to_local") else bias
+        self.average["bias"] = self.average["bias"] * 0.9 + bias.detach().cpu().sum()
+        own = f"{len(self.steps)} {float(self.average['bias']).hex()}"
+        tell("loss", f"{trainer.global_step} {batch_idx} {self.lines} {outputs['loss'].item().hex()} {own}")
 
     def on_validation_end(self, trainer: Any, module: Any) -> None:
         if not trainer.sanity_checking:

@@ -11,6 +11,7 @@ import json
 import os
 import signal
 import sys
+from collections import defaultdict
 from pathlib import Path
 from typing import Any
 
@@ -40,22 +41,52 @@ class Data(torch.utils.data.Dataset[Any]):
 
 
 class Counting(Trainer):
-    """A subclass with a number of its own, which is in the loss."""
+    """A subclass with a number of its own, which is in the loss, and sums for its log, as TRL's have them."""
 
     seen = 0.0
 
+    def __init__(self, *args: Any, **words: Any) -> None:
+        super().__init__(*args, **words)
+        self.sums: dict[str, dict[str, list[float]]] = {"train": defaultdict(list)}
+
+    def log(self, logs: dict[str, float], *args: Any, **words: Any) -> None:
+        if "loss" in logs:
+            logs = {**logs, **{name: sum(those) / len(those) for name, those in self.sums["train"].items()}}
+            self.sums["train"].clear()
+        super().log(logs, *args, **words)
+
     def compute_loss(self, *args: Any, **words: Any) -> Any:
         self.seen += 1.0
+        self.sums["train"]["mean_loss"].append(self.seen + self.state.global_step / 7)
         found = super().compute_loss(*args, **words)
         scale = 1 + self.seen / 1000
         return (found[0] * scale, *found[1:]) if isinstance(found, tuple) else found * scale
 
 
 class Tell(TrainerCallback):
-    """Writes each line of log, and kills its process where it is told to, once."""
+    """Writes each line of log, and kills its process where it is told to, once.
+
+    With what callbacks have: a file that is opened once, an average in a dict, what an epoch begins anew.
+    """
 
     def __init__(self) -> None:
         self.lines = 0
+        self.begun = False
+        self.average: dict[str, torch.Tensor] = {}
+        self.steps: list[int] = []
+
+    def on_train_begin(self, args: Any, state: Any, control: Any, **_more: Any) -> None:
+        if not self.begun:
+            self.begun, self.file = True, (OUT / f"log-{os.environ['RANK']}.txt").open("a")
+        self.average = {"weight": torch.zeros(())}
+
+    def on_epoch_begin(self, args: Any, state: Any, control: Any, **_more: Any) -> None:
+        self.steps = []
+
+    def on_step_end(self, args: Any, state: Any, control: Any, **more: Any) -> None:
+        self.steps.append(state.global_step)
+        weight = next(one for one in more["model"].parameters() if one.requires_grad)
+        self.average["weight"] = self.average["weight"] * 0.9 + shards_anywhere.local(weight).cpu().sum()
 
     def on_log(self, args: Any, state: Any, control: Any, logs: Any = None, **_more: Any) -> None:
         self.lines += 1
@@ -64,8 +95,9 @@ class Tell(TrainerCallback):
             for name, value in (logs or {}).items()
             if "loss" in name or name == "grad_norm"
         }
-        with (OUT / f"log-{os.environ['RANK']}.txt").open("a") as file:
-            file.write(f"{state.global_step} {self.lines} {sorted(told.items())}\n")
+        average = float(self.average["weight"]).hex()
+        self.file.write(f"{state.global_step} {self.lines} {sorted(told.items())} {average} {self.steps}\n")
+        self.file.flush()
         if "LATE" in os.environ and "loss" in (logs or {}):
             self.kill(state.global_step)
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -11,11 +12,13 @@ import torch
 pytest.importorskip("accelerate")
 
 from accelerate import Accelerator  # where there is one
+from accelerate.data_loader import DataLoaderDispatcher, DataLoaderShard
+from accelerate.state import GradientState
 
 import ckptless.accelerate
 from ckptless.daemon.protocol.errors import UsageError
 from ckptless.pytorch_hooks.adapters import accelerate as adapter
-from ckptless.pytorch_hooks.adapters.prepared import Prepared
+from ckptless.pytorch_hooks.adapters.prepared import HOOKS, Prepared
 
 DATA = torch.utils.data.TensorDataset(torch.randn(16, 4))
 
@@ -63,6 +66,45 @@ def test_what_was_made_comes_back_and_its_first_loader_is_the_trainings() -> Non
     assert len(found[2]) == len(first) == 4
 
 
+def test_a_second_loader_may_be_gone_through_between_steps_and_not_beside_them() -> None:
+    run = SimpleNamespace(step=0)
+    accelerator, model, _ = prepared()
+    made = adapter._Made((accelerator, model, *accelerator.prepare(loader(), loader())))
+    made.enter(run)
+    held = made.things[3]
+    for step in range(2):
+        run.step = step
+        assert len([*held]) == 4
+    beside = iter(held)
+    next(beside)
+    run.step = 2
+    with pytest.raises(UsageError, match="a second loader gives batches to the steps of the training"):
+        list(beside)
+
+
+@pytest.mark.parametrize("name", HOOKS.split())
+def test_a_loader_that_is_another_one_is_refused(monkeypatch: pytest.MonkeyPatch, name: str) -> None:
+    made = Accelerator(cpu=True).prepare(loader())
+    Prepared(made)
+
+    def without(ask: Callable[[Any, str], Any]) -> Callable[[Any, str], Any]:
+        def asked(self: Any, attribute: str) -> Any:
+            if attribute == name:
+                raise AttributeError(attribute)
+            return ask(self, attribute)
+
+        return asked
+
+    kind, _, inner = name.rpartition(".")
+    if kind:
+        monkeypatch.delattr(GradientState, inner)
+    # The second asks what it wraps.
+    for ask in ("__getattribute__", "__getattr__"):
+        monkeypatch.setattr(DataLoaderShard, ask, without(getattr(DataLoaderShard, ask)))
+    with pytest.raises(UsageError, match=rf"accelerate's DataLoaderShard\.{name} is gone: use accelerate 1"):
+        Prepared(made)
+
+
 @pytest.mark.parametrize(
     ("make", "said"),
     [
@@ -71,7 +113,11 @@ def test_what_was_made_comes_back_and_its_first_loader_is_the_trainings() -> Non
         (lambda: (Accelerator(cpu=True),), "must return a model"),
         (lambda: (*prepared(), [1.0]), "returned a list, which has no state_dict and load_state_dict"),
         (lambda: prepared(rng_types=["torch", "generator"]), "leave rng_types out"),
-        (lambda: prepared(dispatched=True), "or dispatches batches: give it to `prepare`"),
+        (
+            lambda: prepared(dispatched=True),
+            "DataLoaderDispatcher is no loader that accelerate has prepared, or dispatches",
+        ),
+        (lambda: (*prepared()[:2], loader()), "DataLoader is no loader that accelerate has prepared"),
     ],
 )
 def test_what_is_not_known_is_refused(make: Callable[[], Any], said: str) -> None:
@@ -80,12 +126,7 @@ def test_what_is_not_known_is_refused(make: Callable[[], Any], said: str) -> Non
 
 
 def prepared(*, dispatched: bool = False, rng_types: Any = None) -> Any:
-    from accelerate.utils import DataLoaderConfiguration
-
-    config = DataLoaderConfiguration(dispatch_batches=dispatched)
-    accelerator = Accelerator(cpu=True, rng_types=rng_types, dataloader_config=config)
-    # Of one rank accelerate prepares none that dispatches.
+    accelerator = Accelerator(cpu=True, rng_types=rng_types)
     model, one = accelerator.prepare(torch.nn.Linear(4, 1), loader())
-    if dispatched:
-        return accelerator, model, Prepared(loader())
-    return accelerator, model, one
+    # Of one rank accelerate prepares none that dispatches.
+    return accelerator, model, DataLoaderDispatcher(DATA) if dispatched else one

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import inspect
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -18,7 +19,7 @@ from lightning.pytorch.trainer.states import TrainerFn
 import ckptless.lightning
 from ckptless.daemon.protocol.errors import UsageError
 from ckptless.pytorch_hooks.adapters import lightning as adapter
-from ckptless.pytorch_hooks.adapters.lightning_loggers import Loggers, go_on, lines
+from ckptless.pytorch_hooks.adapters.lightning_loggers import LOGGERS, Loggers, go_on, lines
 from ckptless.pytorch_hooks.adapters.lightning_metrics import Metrics
 
 # Of how one runs, and what it runs on.
@@ -29,7 +30,9 @@ Words = dict[str, Any]
 
 def trainer(**more: Any) -> Any:
     words: Words = {"accelerator": "cpu", "devices": 1, "logger": False, "enable_progress_bar": False}
-    return pl.Trainer(**{**words, "enable_checkpointing": False, "enable_model_summary": False, **more})
+    made = pl.Trainer(**{**words, "enable_checkpointing": False, "enable_model_summary": False, **more})
+    made.strategy._lightning_module = Module()
+    return made
 
 
 def test_strategies_have_names_and_without_an_agent_are_lightning_s_own() -> None:
@@ -74,6 +77,22 @@ def test_what_cannot_be_protected_is_refused(words: Words, said: str) -> None:
 
 
 @pytest.mark.parametrize(
+    "made",
+    [
+        pl.callbacks.StochasticWeightAveraging(swa_lrs=0.1),
+        pl.callbacks.BackboneFinetuning(),
+        pl.callbacks.ModelPruning("l1_unstructured"),
+        pl.callbacks.LearningRateFinder(),
+        pl.callbacks.BatchSizeFinder(),
+    ],
+    ids=lambda one: type(one).__name__,
+)
+def test_callbacks_that_make_something_else_of_the_training_are_refused(made: Any) -> None:
+    with pytest.raises(UsageError, match=f"the callback {type(made).__name__} changes what is trained"):
+        adapter._refuse(trainer(callbacks=[made]))
+
+
+@pytest.mark.parametrize(
     ("kind", "name"), [(kind, name) for kind, names in adapter.HOOKS.items() for name in names.split()]
 )
 def test_a_hook_that_has_moved_is_refused(monkeypatch: pytest.MonkeyPatch, kind: type, name: str) -> None:
@@ -82,6 +101,42 @@ def test_a_hook_that_has_moved_is_refused(monkeypatch: pytest.MonkeyPatch, kind:
     owner = next(base for base in kind.__mro__ if name in vars(base))
     monkeypatch.delattr(owner, name)
     with pytest.raises(UsageError, match=rf"{kind.__name__}\.{name} is gone: use Lightning 2\.5 to 2\.6"):
+        adapter._refuse(made)
+
+
+class Without:
+    """Something as it is, but for an attribute of something in it."""
+
+    def __init__(self, one: Any, path: list[str], name: str) -> None:
+        self.one, self.path, self.name = one, path, name
+
+    def __getattr__(self, name: str) -> Any:
+        found = getattr(self.one, name)
+        if not self.path and name == self.name:
+            raise AttributeError(name)
+        return Without(found, self.path[1:], self.name) if self.path and name == self.path[0] else found
+
+
+@pytest.mark.parametrize(
+    ("path", "name"), [(path, name) for path, names in adapter.ATTRIBUTES.items() for name in names.split()]
+)
+def test_an_attribute_that_has_moved_is_refused(path: str, name: str) -> None:
+    made = trainer()
+    adapter._refuse(made)
+    with pytest.raises(UsageError, match=rf"\.{name} is gone: use Lightning 2\.5 to 2\.6"):
+        adapter._refuse(Without(made, path.split(".") if path else [], name))
+
+
+def test_loggers_have_what_is_read_of_them(tmp_path: Path) -> None:
+    for kind, names in LOGGERS.items():
+        begins = [vars(base)["__init__"] for base in kind.__mro__ if "__init__" in vars(base)]
+        sets = {name for one in begins if inspect.isfunction(one) for name in one.__code__.co_names}
+        for name in names.split():
+            assert name in sets or hasattr(kind, name), f"{kind.__name__}.{name}"
+    logger = pl.loggers.CSVLogger(tmp_path)
+    made = trainer(logger=logger)
+    del logger._version
+    with pytest.raises(UsageError, match=r"Lightning's CSVLogger\._version is gone"):
         adapter._refuse(made)
 
 
@@ -116,7 +171,6 @@ class Module(pl.LightningModule):
 def sums() -> tuple[Any, Any, Metrics]:
     """Return a Trainer in training, the results of its loop, and its metrics."""
     made = trainer()
-    made.strategy._lightning_module = Module()
     made.training = True
     return made, made.fit_loop.epoch_loop._results, Metrics(made)
 

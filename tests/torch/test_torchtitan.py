@@ -17,7 +17,7 @@ pytest.importorskip("torchtitan")
 
 from torchdata.stateful_dataloader import StatefulDataLoader
 from torchtitan.components.dataloader import ParallelAwareDataloader
-from torchtitan.components.metrics import TensorBoardLogger
+from torchtitan.components.metrics import LoggerContainer, TensorBoardLogger
 from torchtitan.models.llama3.config_registry import llama3_debugmodel
 from torchtitan.trainer import Trainer
 
@@ -210,3 +210,10 @@ def test_each_line_is_written_once_and_in_the_jobs_folder(
     assert written == [(1, ["loss"]), (2, ["loss"]), (2, ["val"])]
     loggers.Loggers(SimpleNamespace(logger=object()), lambda: 0).go_back(3, joins=True)
     one.close()
+
+
+def test_a_container_of_loggers_that_is_another_one_is_refused() -> None:
+    container = LoggerContainer()
+    del container._loggers
+    with pytest.raises(UsageError, match=r"torchtitan's LoggerContainer\._loggers is gone"):
+        loggers.Loggers(SimpleNamespace(logger=container), lambda: 0)

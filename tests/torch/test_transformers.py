@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import inspect
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -12,6 +13,7 @@ import torch
 pytest.importorskip("transformers")
 
 import transformers  # where there is one
+from transformers.integrations.integration_utils import MLflowCallback
 
 import ckptless.transformers
 from ckptless.daemon.protocol.errors import UsageError
@@ -102,6 +104,41 @@ def test_a_hook_that_has_moved_is_refused(monkeypatch: pytest.MonkeyPatch, tmp_p
     monkeypatch.setattr(transformers.Trainer, name, lambda self: None)
     with pytest.raises(UsageError, match=rf"transformers.Trainer.{name} is not what it was"):
         adapter._refuse(made)
+
+
+@pytest.mark.parametrize(
+    ("name", "used"), [(name, used) for name, names in adapter.CALLS.items() for used in names.split()]
+)
+def test_a_loop_that_goes_another_way_is_refused(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path, name: str, used: str
+) -> None:
+    made = trainer(tmp_path)
+    adapter._refuse(made)
+    method = inspect.unwrap(getattr(transformers.Trainer, name))
+    code = method.__code__
+    other = code.replace(co_names=tuple(f"{one}_2" if one == used else one for one in code.co_names))
+    monkeypatch.setattr(method, "__code__", other)
+    with pytest.raises(UsageError, match=rf"Trainer\.{name} does not use {used} any more: use tr"):
+        adapter._refuse(made)
+
+
+@pytest.mark.parametrize("name", adapter.REGISTERED)
+def test_what_the_accelerator_has_no_more_is_refused(tmp_path: Path, name: str) -> None:
+    made = trainer(tmp_path)
+    delattr(made.accelerator, name)
+    with pytest.raises(UsageError, match=rf"accelerate\.Accelerator\.{name} is gone"):
+        adapter._refuse(made)
+
+
+def test_a_reporter_that_is_another_one_is_refused(tmp_path: Path) -> None:
+    made = trainer(tmp_path, arguments={"report_to": ["tensorboard"]})
+    adapter._refuse(made)
+    (reporter,) = [one for one in made.callback_handler.callbacks if hasattr(one, "tb_writer")]
+    del reporter.tb_writer
+    with pytest.raises(UsageError, match=r"transformers' TensorBoardCallback\.tb_writer is gone"):
+        adapter._refuse(made)
+    assert "_async_log" in MLflowCallback.on_log.__code__.co_names
+    assert "_ml_flow" in MLflowCallback.__init__.__code__.co_names
 
 
 def test_numbers_of_callbacks_are_kept_and_their_objects_are_not() -> None:

@@ -345,3 +345,34 @@ def test_plain_data_of_which_each_commit_writes_many_items_is_named() -> None:
     assert look.many() is None
     rows += [[0.0] * 99]
     assert look.many() == "rows"
+
+
+class Adapter:
+    """An adapter's object, which keeps a script's own and says what of it."""
+
+    def __init__(self) -> None:
+        self.rows: list[float] = []
+        self.meter = object()
+
+    def state_dict(self) -> dict[str, Any]:
+        """Give it."""
+        return {"rows": self.rows}
+
+    def load_state_dict(self, saved: dict[str, Any]) -> None:
+        """Take it."""
+        self.rows = saved["rows"]
+
+    def ckptless_looks_through(self) -> dict[str, Any]:
+        return {"callback_1.rows": self.rows}
+
+    def ckptless_leaves_out(self) -> dict[str, Any]:
+        return {"callback_1.meter": self.meter}
+
+
+def test_what_an_adapter_keeps_and_what_it_leaves_out_is_named() -> None:
+    adapter = Adapter()
+    look = SecondLook(State(model=nn.Linear(2, 2), trainer=adapter))
+    assert look.many() is None
+    assert dict(look.functions())["trainer.callback_1.meter"] is adapter.meter
+    adapter.rows += [0.0] * 10_001
+    assert look.many() == "trainer.callback_1.rows"

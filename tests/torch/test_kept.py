@@ -1,0 +1,102 @@
+"""What a script's own callbacks have in their attributes goes back with a step, in new processes and old."""
+
+from __future__ import annotations
+
+from collections import defaultdict
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+import torch
+
+from ckptless.pytorch_hooks.adapters.kept import Kept, set_by
+
+
+class Framework:
+    """Stands for a framework's class; what it sets is its adapter's."""
+
+    __module__ = "framework.callbacks"
+
+    def __init__(self) -> None:
+        self.theirs = [0]
+
+    def begin(self) -> None:
+        self.bar = object()
+
+    @property
+    def shown(self) -> int:
+        return 0
+
+    @shown.setter
+    def shown(self, value: int) -> None:
+        self.set_late = value
+
+
+class Own(Framework):
+    """A script's."""
+
+    def __init__(self, model: torch.nn.Module) -> None:
+        super().__init__()
+        self.model = model
+        self.weights = [*model.parameters()]
+        self.shadow: dict[str, torch.Tensor] = {}
+        self.rows: dict[str, Any] = {"train": defaultdict(list)}
+        self.teacher = torch.nn.Linear(1, 1)
+        self.path = "mine"
+        self.meter = SimpleNamespace(n=0)
+
+    def step(self, number: int) -> None:
+        self.shadow["a"] = torch.tensor([float(number)])
+        self.rows["train"]["loss"].append(number)
+        self.theirs.append(number)
+
+
+def made(path: str = "mine") -> tuple[Own, Kept]:
+    model = torch.nn.Linear(2, 1)
+    own = Own(model)
+    own.path = path
+    return own, Kept("framework", {"one": own, "other": Framework()}, model)
+
+
+def test_what_the_framework_sets_is_known() -> None:
+    assert set_by("framework", Own) == {"theirs", "bar", "set_late"}
+
+
+@pytest.mark.parametrize("joins", [False, True])
+def test_what_has_changed_goes_back(joins: bool) -> None:
+    own, kept = made()
+    own.step(1)
+    own.step(2)
+    saved = kept.state_dict()
+    assert saved.keys() == {"one"}
+    assert saved["one"][0].keys() == {"shadow", "rows"}
+    if joins:
+        own, kept = made("another's")
+    else:
+        rows = own.rows["train"]
+        own.step(3)
+    kept.load_state_dict(saved)
+    assert float(own.shadow["a"]) == 2.0
+    assert own.rows == {"train": {"loss": [1, 2]}}
+    # What never changes is this process's own; and who holds a container sees the same one.
+    assert own.path == ("another's" if joins else "mine")
+    assert joins or own.rows["train"] is rows
+    assert own.theirs == ([0] if joins else [0, 1, 2, 3])
+    own.step(3)
+    assert own.rows["train"]["loss"] == [1, 2, 3]
+
+
+def test_what_an_own_state_dict_tells_is_not_saved_twice() -> None:
+    own, kept = made()
+    own.shadow = {"a": torch.zeros(1000)}
+    (only, told) = kept.state_dict({"one": {"shadow": own.shadow}})["one"]
+    assert (only, told) == ({}, ["shadow"])
+
+
+def test_modules_are_parts_and_objects_are_told_of() -> None:
+    own, kept = made()
+    assert kept.modules(own.model) == {"one_teacher": own.teacher}
+    left: dict[str, Any] = kept.left_out()
+    assert left.keys() == {"one.model", "one.teacher", "one.meter"}
+    assert kept.all().keys() > left.keys() | {"one.rows", "one.shadow"}
+    assert "one.theirs" not in kept.all()
