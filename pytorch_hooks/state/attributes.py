@@ -141,7 +141,7 @@ class Attributes:
             for key in self._changed[name] - kept.keys() - set(covered):
                 if key in built:
                     put(one, key, built[key], tensors)
-                elif hasattr(one, key):
+                elif key in dict(fields(one)):  # Its class may have one, too.
                     object.__delattr__(one, key)
             for key, value in kept.items():
                 put(one, key, value, tensors)

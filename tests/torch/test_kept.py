@@ -35,6 +35,8 @@ class Framework:
 class Own(Framework):
     """A script's."""
 
+    count = 0
+
     def __init__(self, model: torch.nn.Module) -> None:
         super().__init__()
         self.model = model
@@ -84,6 +86,22 @@ def test_what_has_changed_goes_back(joins: bool) -> None:
     assert own.theirs == ([0] if joins else [0, 1, 2, 3])
     own.step(3)
     assert own.rows["train"]["loss"] == [1, 2, 3]
+
+
+def test_a_number_that_its_class_begins_with_goes_back_twice() -> None:
+    own, kept = made()
+    saved = kept.state_dict()
+    own.count += 1
+    for _ in range(2):
+        kept.load_state_dict(saved)
+        assert "count" not in vars(own)
+        assert own.count == 0
+    own.count += 1
+    kept.state_dict()
+    # An adapter has been there before.
+    del own.count
+    kept.load_state_dict(saved)
+    assert own.count == 0
 
 
 def test_what_an_own_state_dict_tells_is_not_saved_twice() -> None:
