@@ -109,6 +109,7 @@ class InstalledProbe:
         while True:
             code = self._process.wait(until_s, self._link.fileno())
             try:
+                # no deadline: the socket does not block
                 more = self._link.recv(_CHUNK_NBYTES)
             except BlockingIOError:
                 more = None
