@@ -137,7 +137,7 @@ class HostNode(Nodes):
             name=node.peer.name,
             daemon_socket=self._socket(node.number, "daemon"),
             rank_socket=self._socket(node.number, "ranks"),
-            log_dir=str(node.dir / "logs"),
+            log_dir=str(self._logs_of(node)),
         )
 
 

@@ -27,12 +27,21 @@ class LocalRun(Nodes):
     """One run with all of its nodes here."""
 
     def __init__(
-        self, config: SharedConfig, *, state_dir: Path | None = None, port: int = 0, verbose: bool = False
+        self,
+        config: SharedConfig,
+        *,
+        state_dir: Path | None = None,
+        log_dir: Path | None = None,
+        port: int = 0,
+        verbose: bool = False,
     ) -> None:
-        """`config` but for what each node has of its own; `port` 0 is any free one, on each node another."""
+        """`config` but for what each node has of its own; `port` 0 is any free one, on each node another.
+
+        `log_dir`: there is one, for what all ranks print.
+        """
         root = (state_dir or default_state_dir().parent / config.spec.job).absolute()
         super().__init__(msgspec.structs.replace(config, draw_dir=str(root)), root, verbose=verbose)
-        self._port = port
+        self._port, self._log_dir = port, log_dir
         self._moves_latest = state_dir is None
         self._late = LateNodes(self.spec.nodes + self.spec.spares, self.spec.late)
 
@@ -86,7 +95,7 @@ class LocalRun(Nodes):
             env=env,
             daemon_socket=self._socket(node.number, "daemon"),
             rank_socket=self._socket(node.number, "ranks"),
-            log_dir=str(node.dir / "logs"),
+            log_dir=str(self._logs_of(node)),
             copies_addresses=(node.peer.address,),
         )
 

@@ -82,6 +82,8 @@ class Nodes(ABC):
         self.spec, self.state_dir = config.spec, state_dir
         self._config, self._verbose, self._console = config, verbose, console
         self._nodes: list[Node] = []
+        # Of all ranks; None: each node's are in its own directory.
+        self._log_dir: Path | None = None
         # It has torch loaded; each agent is a fork of it.
         self._zygote = Zygote(_log)
         # The first signal that ends the job, from the user or the system.
@@ -146,7 +148,7 @@ class Nodes(ABC):
         """Make a node's directory, and the files that its daemon and its agent read. Raises UsageError."""
         node = Node(peer.node, peer, Path(daemon.state_dir))
         open_state_dir(node.dir)
-        (node.dir / "logs").mkdir(exist_ok=True)
+        self._logs_of(node).mkdir(exist_ok=True)
         # An earlier run of this name may have left one, which is not this run's.
         outcome_path(node.dir).unlink(missing_ok=True)
         write_config(node.dir / "daemon.json", daemon)
@@ -154,6 +156,10 @@ class Nodes(ABC):
         added = {name: value for name, value in config.env.items() if os.environ.get(name) != value}
         write_config(node.dir / "agent.json", msgspec.structs.replace(config, env=added))
         self._nodes.append(node)
+
+    def _logs_of(self, node: Node) -> Path:
+        """Return where what a node's ranks print goes."""
+        return self._log_dir or node.dir / "logs"
 
     def _socket(self, number: int, what: str) -> str:
         return self._sockets.socket(f"{number}-{what}")
@@ -317,14 +323,14 @@ class Nodes(ABC):
             if self._stop is not None:
                 return 128 + self._stop
             raise StartError(f"no node is left, and none could say why; logs are in {self.state_dir}")
-        log = self.log_of(outcome)
-        return tell_end(self.spec.job, outcome, log, f"{self.state_dir}/node-*/logs")
+        where = str(self._log_dir or f"{self.state_dir}/node-*/logs")
+        return tell_end(self.spec.job, outcome, self.log_of(outcome), where)
 
     def log_of(self, outcome: Outcome) -> Path | None:
         """Return the log of the rank that ended the job, where one did, and its node is here."""
         for node in self._nodes:
             if outcome.rank is not None and outcome.node == node.number:
-                return rank_log_path(node.dir / "logs", outcome.rank)
+                return rank_log_path(self._logs_of(node), outcome.rank)
         return None
 
 

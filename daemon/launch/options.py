@@ -20,7 +20,7 @@ from ckptless.daemon.launch.hosts import HostsRun
 from ckptless.daemon.launch.local import LocalRun
 from ckptless.daemon.launch.meeting import MeetingRun, find_place
 from ckptless.daemon.launch.preload import ALWAYS, preloads
-from ckptless.daemon.launch.slurm import SlurmRun, make_log_dir, step_log_dir
+from ckptless.daemon.launch.slurm import SlurmRun, make_log_dir, named_log_dir
 from ckptless.daemon.launch.step import StepRun
 from ckptless.daemon.launch.torchrun import count_nodes, count_ranks, shown
 from ckptless.daemon.ledger.paths import LATEST
@@ -97,7 +97,11 @@ def local_run(script: str, script_args: tuple[str, ...], given: Given, env: Env)
     options, nodes, slots = _counts(options)
     argv = _argv(script, script_args, module=options.module)
     config = _own_config("local", argv, (nodes or 1, slots or 1), given, options, env)
-    return LocalRun(config, state_dir=options.state_dir, port=options.port, verbose=options.verbose)
+    # The last that may be refused: it is made.
+    log_dir = None if options.log_dir is None else named_log_dir(options.log_dir, config.spec.job)
+    return LocalRun(
+        config, state_dir=options.state_dir, log_dir=log_dir, port=options.port, verbose=options.verbose
+    )
 
 
 def hosts_run(script: str, script_args: tuple[str, ...], given: Given, env: Env) -> HostsRun:
@@ -368,7 +372,8 @@ def _log_dir(options: RunOptions, found: slurm.Allocation) -> tuple[Path, str]:
     parent = options.log_dir or Path()
     if found.step is None:
         return make_log_dir(parent, found.job_id)
-    return step_log_dir(parent, f"{found.job_id}.{found.step.run}")
+    run = f"{found.job_id}.{found.step.run}"
+    return named_log_dir(parent, run), run
 
 
 def _argv(script: str, script_args: tuple[str, ...], *, module: bool) -> tuple[str, ...]:

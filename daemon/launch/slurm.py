@@ -421,14 +421,14 @@ def make_log_dir(parent: Path, job_id: int) -> tuple[Path, str]:
     raise UsageError(f"{parent} holds {MAX_RUNS} runs of job {job_id}: choose another --log-dir")
 
 
-def step_log_dir(parent: Path, run: str) -> tuple[Path, str]:
-    """The folder of a step's run; whichever of its tasks comes first makes it. Raises UsageError."""
+def named_log_dir(parent: Path, run: str) -> Path:
+    """The folder of a run of this name; whichever task of a step comes first makes it. Raises UsageError."""
     folder = parent / f"ckptless-{run}"
     try:
         folder.mkdir(parents=True, exist_ok=True)
     except OSError as error:
         raise UsageError(f"cannot make {folder}: {error.strerror}; choose another --log-dir") from error
-    return folder.absolute(), run
+    return folder.absolute()
 
 
 def _last_line(path: Path) -> str:

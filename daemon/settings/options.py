@@ -538,10 +538,9 @@ class RunOptions:
         "Where ledger and logs go.", local_only=True, unsaid="under ~/.local/state/ckptless"
     ).default()
     log_dir: Path | None = folder(
-        "In a Slurm job: where a folder ckptless-JOBID for output is made, seen by all nodes.",
+        "Where a folder ckptless-JOB for output is made; in a Slurm job all nodes must see it.",
         torchruns=True,
-        slurm_only="with --local the logs are below --state-dir",
-        unsaid="the folder that the command was started in",
+        unsaid="the folder that the command was started in; with --local below --state-dir",
     ).default()
     port: int = number(
         "TCP port of the daemons; 0: any free one.", high=65535, metavar="PORT", local_only=True

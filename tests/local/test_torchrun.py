@@ -93,9 +93,15 @@ def test_the_environment_is_torchruns(tmp_path: Path) -> None:
 
 
 def test_a_module_on_two_nodes_that_fails_once(tmp_path: Path) -> None:
-    options = ["--nnodes=2", "--nproc_per_node", "2", "--max_restarts=1", "--tee", "all", "-m"]
+    options: list[object] = ["--nnodes=2", "--nproc_per_node", "2", "--max_restarts=1", "--tee", "all"]
+    options += ["--log_dir", tmp_path / "logs", "-m"]
     found = run_script(tmp_path, options, ["env_script", "--fail-once", "--nproc_per_node"])
     assert len(found) == 4
+    # Of all nodes, as in a Slurm job.
+    (logs,) = (tmp_path / "logs").iterdir()
+    assert logs.name.startswith("ckptless-local-")
+    assert sorted(path.name for path in logs.glob("rank-*")) == [f"rank-{rank:05d}.log" for rank in range(4)]
+    assert any("fails once" in path.read_text() for path in logs.glob("rank-*"))
     for rank, one in enumerate(found):
         want = {
             "RANK": rank,

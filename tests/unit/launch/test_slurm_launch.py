@@ -19,7 +19,7 @@ import pytest
 
 from ckptless.daemon.agent.ranks.socket_folder import RANKS, SocketFolder
 from ckptless.daemon.launch import slurm, step
-from ckptless.daemon.launch.slurm import SlurmRun, make_log_dir, step_env, step_log_dir
+from ckptless.daemon.launch.slurm import SlurmRun, make_log_dir, named_log_dir, step_env
 from ckptless.daemon.launch.step import StepRun
 from ckptless.daemon.protocol.errors import StartError, UsageError
 from ckptless.daemon.protocol.messages import JobSpec, Limits, Outcome
@@ -63,7 +63,7 @@ def test_a_folder_is_told_whole(tmp_path: Path, monkeypatch: pytest.MonkeyPatch)
     """The agents have another working directory."""
     monkeypatch.chdir(tmp_path)
     assert make_log_dir(Path(), 1)[0] == tmp_path / "ckptless-1"
-    assert step_log_dir(Path("x"), "1.s0")[0] == tmp_path / "x" / "ckptless-1.s0"
+    assert named_log_dir(Path("x"), "1.s0") == tmp_path / "x" / "ckptless-1.s0"
 
 
 def test_runs_that_begin_at_once_share_nothing(tmp_path: Path) -> None:
@@ -81,7 +81,7 @@ def test_runs_that_begin_at_once_share_nothing(tmp_path: Path) -> None:
 
 
 def test_the_tasks_of_a_step_share_a_folder(tmp_path: Path) -> None:
-    assert step_log_dir(tmp_path, "1.s0") == step_log_dir(tmp_path, "1.s0")
+    assert named_log_dir(tmp_path, "1.s0") == named_log_dir(tmp_path, "1.s0")
 
 
 def test_a_place_without_a_folder_is_one_sentence(tmp_path: Path) -> None:
@@ -89,7 +89,7 @@ def test_a_place_without_a_folder_is_one_sentence(tmp_path: Path) -> None:
     with pytest.raises(UsageError, match="choose another --log-dir"):
         make_log_dir(tmp_path / "file", 1)
     with pytest.raises(UsageError, match="choose another --log-dir"):
-        step_log_dir(tmp_path / "file", "1.s0")
+        named_log_dir(tmp_path / "file", "1.s0")
 
 
 def test_a_job_of_too_many_runs(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
