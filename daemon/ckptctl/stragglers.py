@@ -27,7 +27,7 @@ _ROWS = 32
 def stragglers(asked: Asked, everybody: bool, png: Path | None) -> None:
     """Show which ranks hold up the others: who arrives last at collectives, by how much, and why.
 
-    One line a rank, the slowest first: means over its last dozen of steps, in milliseconds. "own" is what a
+    One line a rank, the slowest first: medians over its last dozen of steps, in milliseconds. "own" is what a
     rank is busy for by itself: the step without what it waits for others and for copies of its state. "over"
     is by how much that is longer than the median of all ranks; "slow" names what makes it so, data or
     compute, where it is more than a tenth and more than ranks differ anyhow. Below, where an average rank's

@@ -265,7 +265,7 @@ class Still(Clipped, Value, frozen=True, kw_only=True):
 
 
 class Pace(Value, frozen=True, kw_only=True):
-    """Means over a rank's last steps, up to `step`, without outliers: seconds of a step, and what went where.
+    """Medians over a rank's last steps, up to `step`: seconds of a step, and what of it went where.
 
     `own_s` is neither `waited_s`, for others, nor `commit_s`; `data_s`, waiting for a batch, is part of it.
     """

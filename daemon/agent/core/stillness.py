@@ -26,9 +26,8 @@ DEAF_S = 3.0
 # for so long at least; has run for so long of that; and has asked the kernel for memory or files no more
 # often in a second than this.
 SPINS_S, SPINS_RAN_S, SPINS_ASKED = 8.0, 4.0, 20.0
-# Steps of which a rank's pace is the mean, without that part of them at either end: a collector of garbage or
-# a scheduler strikes one or two, and who is slow in every third step holds up the others all the same.
-WINDOW, TRIMMED = 12, 1 / 6
+# Steps of which a rank's pace is the median.
+WINDOW = 12
 
 
 @dataclass
@@ -189,14 +188,9 @@ def pace_of(steps: Sequence[Stepped]) -> m.Pace:
     """Return the pace of these steps, of which there is one at least."""
     return m.Pace(
         step=steps[-1].step,
-        took_s=_trimmed_mean([one.took_s for one in steps]),
-        own_s=_trimmed_mean([one.own_s for one in steps]),
-        waited_s=_trimmed_mean([one.waited_s for one in steps]),
-        data_s=_trimmed_mean([one.data_s for one in steps]),
-        commit_s=_trimmed_mean([one.commit_s for one in steps]),
+        took_s=statistics.median(one.took_s for one in steps),
+        own_s=statistics.median(one.own_s for one in steps),
+        waited_s=statistics.median(one.waited_s for one in steps),
+        data_s=statistics.median(one.data_s for one in steps),
+        commit_s=statistics.median(one.commit_s for one in steps),
     )
-
-
-def _trimmed_mean(seconds: Sequence[float]) -> float:
-    dropped = int(len(seconds) * TRIMMED)
-    return statistics.fmean(sorted(seconds)[dropped : len(seconds) - dropped])

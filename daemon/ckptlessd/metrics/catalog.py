@@ -120,7 +120,7 @@ OF_JOB = tuple(
         ("commit_ratio", "Part of its time that rank 0 spends on commits.", ()),
         (
             "step_duration_seconds",
-            "What rank 0's last steps took on average, by part: work, data (it waits for a batch), "
+            "What rank 0's last steps took in the median, by part: work, data (it waits for a batch), "
             "waiting (for others), commit.",
             ("part",),
         ),
