@@ -18,7 +18,7 @@ NOT_SAID = {
     *("KeyError", "IndexError", "StopIteration", "MemoryError", "AssertionError"),
     *("OSError", "TimeoutError", "ConnectionResetError", "ProcessLookupError", "ChildProcessError"),
     *("GenerationEnded", "CollectiveFailed", "WorkerDied", "ZygoteGoneError", "CannotAskError"),
-    *("MissingBaseError", "_ShortError", "_ProbeError", "_Cut", "CancelledError", "Wrong"),
+    *("MissingBaseError", "_ShortError", "ProbeError", "_Cut", "CancelledError", "Wrong"),
     # They hold an Outcome, an answer of pyslurm's, or another error, whose words are found there.
     *("NoPlanError", "_UnknownJobError", "from_message", "undecodable", "type(error)", "cast", "pop"),
 }
