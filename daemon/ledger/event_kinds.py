@@ -155,7 +155,9 @@ GROUPS: Mapping[str, Mapping[str, Meaning]] = {
             "Half of the voters are silent at once: Slurm is asked which of the nodes are dead"
         ),
         "agent-hung": Meaning(
-            "An agent did not answer its daemon, and was ended", "Its log, and that node's load"
+            "An agent did not answer its daemon, or was stopped by a signal with all of its ranks while most "
+            "other nodes went on, and was ended",
+            "Its log, and that node's load; who sent SIGSTOP, or froze a cgroup",
         ),
         "interface-lost": Meaning(
             "Copies do not go over one of a node's interfaces any more; the others carry them", "Its link"
