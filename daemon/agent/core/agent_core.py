@@ -125,10 +125,11 @@ class AgentCore:
 
     def _prepare(self, order: m.Prepare, now: float) -> None:
         """Have spares build for the ranks that they are to get, where nothing has come between."""
-        ahead = order.assignment
-        current = self.assignment.generation if self.assignment is not None else None
-        if self.frozen is not None or current != ahead.generation - 1:
+        current, ahead = self.assignment, order.assignment
+        if self.frozen is not None or current is None or current.generation != ahead.generation - 1:
             return
+        if len(current.places) != len(ahead.places):
+            return  # then all build anew
         if order.state:
             self.out.append(GiveAhead(ahead))
         for slot in self.slots:

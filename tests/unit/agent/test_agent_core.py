@@ -221,17 +221,20 @@ def test_one_that_raises_while_it_builds_is_replaced_by_a_spare(node: Node) -> N
     assert node.phases()[1] == "starting"
 
 
-@pytest.mark.parametrize("late", ["stopped", "another generation", "starting"])
+@pytest.mark.parametrize("late", ["stopped", "another generation", "starting", "another number"])
 def test_nobody_builds_ahead_for_what_cannot_come(node: Node, late: str) -> None:
+    now = assignment(1, place(0)) if late == "another number" else assignment(1, place(0), place(0, 2))
     if late == "starting":
-        node.births(node.assign(assignment(1, place(0))))
+        node.births(node.assign(now))
     else:
-        node.train(assignment(1, place(0)))
+        node.train(now)
     if late == "stopped":
         node.obey(m.Stop(generation=1, reason="a fault"))
     ahead = assignment(3 if late == "another generation" else 2, place(0), place(1), restore_step=5)
-    said = node.obey(m.Prepare(generation=ahead.generation - 1, assignment=ahead))
-    assert "PrepareRank" not in kinds(said)
+    for state in (False, True):
+        said = node.obey(m.Prepare(generation=ahead.generation - 1, assignment=ahead, state=state))
+        assert "PrepareRank" not in kinds(said)
+        assert late == "starting" or "GiveAhead" not in kinds(said)
 
 
 @pytest.mark.parametrize("generation", [1, 2])
