@@ -5,7 +5,9 @@ VENV   ?= .venv
 TORCH  ?= torch==2.13.0
 # torchtitan with what its Trainer imports, as it is: its own requirements are of another huggingface_hub than transformers'.
 TITAN  ?= torchtitan==0.3.0 datasets==4.7.0 dill docstring_parser httpx multiprocess pandas spmd_types==0.2.3 torchdata \
-	triton typeguard tyro
+	typeguard tyro
+# It needs triton, too, which is kept apart: where torch finds it, the end of each process takes a second longer.
+TRITON ?= triton==3.9.0
 BIN    := $(VENV)/bin
 STAMP  := $(VENV)/.ready
 
@@ -20,6 +22,7 @@ $(STAMP): setup.cfg Makefile
 	$(BIN)/python -m pip install --quiet --progress-bar off $(TORCH)
 	$(BIN)/python -m pip install --quiet --progress-bar off -e '.[daemon,data,plot,test,lint,docs,dist]'
 	$(BIN)/python -m pip install --quiet --progress-bar off --no-deps $(TITAN)
+	$(BIN)/python -m pip install --quiet --progress-bar off --no-deps --upgrade --target $(VENV)/triton $(TRITON)
 	touch $@
 
 demo: $(STAMP)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import struct
+import sys
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -14,6 +15,8 @@ from .localrun import FAULTY_DEADLINE_S, Job
 from .test_torchrun import execute
 
 RANKS = 2
+# torchtitan needs triton, which only its runs find: see the Makefile.
+TITAN_ENV = {"PYTHONPATH": f"{sys.prefix}/triton", "PYTHONWARNINGS": "ignore", "HF_HUB_OFFLINE": "1"}
 Told = dict[str, set[str]]
 Lines = list[tuple[int, float]]
 """Steps and values, as they come."""

@@ -14,6 +14,7 @@ from click.testing import CliRunner
 
 from ckptless.daemon.ckptctl.main import ckptctl
 
+from .frameworks import TITAN_ENV
 from .localrun import HERE, LAUNCHER
 
 RECIPES = Path(__file__).parents[2] / "docs" / "recipes"
@@ -54,7 +55,7 @@ def test_torchtitans_recipe_is_rehearsed(tmp_path: Path) -> None:
     done = subprocess.run(
         [sys.executable, *LAUNCHER, "--rehearse", "--state-dir", str(tmp_path / "state"), *words],
         cwd=HERE,
-        env={**os.environ, "PYTHONWARNINGS": "ignore", "HF_HUB_OFFLINE": "1"},
+        env={**os.environ, **TITAN_ENV},
         capture_output=True,
         text=True,
         timeout=2 * DEADLINE_S,

@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 
-from .frameworks import RANKS, plain, protected, scalars, told
+from .frameworks import RANKS, TITAN_ENV, plain, protected, scalars, told
 from .localrun import FAULTY_DEADLINE_S, HERE, Job, lose_node, wait_until
 
 pytest.importorskip("torchtitan")
@@ -16,7 +16,6 @@ SCRIPT = HERE / "titan_script.py"
 # Two processes import torchtitan twice, on a machine that others use, too.
 pytestmark = pytest.mark.timeout(600)
 
-QUIET = {"PYTHONWARNINGS": "ignore", "HF_HUB_OFFLINE": "1"}
 WAYS = {
     "fsdp2": {},
     "ddp": {"DDP": "1"},
@@ -32,7 +31,7 @@ SLOW = ("more", "worker")
 )
 def test_a_trainer_that_is_killed_ends_as_torchtitan_does(tmp_path: Path, way: str) -> None:
     """Before the first commit, in a validation, between an update and its commit."""
-    env = {**QUIET, **WAYS[way]}
+    env = {**TITAN_ENV, **WAYS[way]}
     kills = "1:1,1005:0,2007:1" if way not in SLOW else "1:1,3:0,1005:1,2007:0,9:1"
     assert protected(SCRIPT, tmp_path, 10, kills, env) == plain(SCRIPT, tmp_path, 10, env)
     if way in SLOW:
@@ -44,7 +43,7 @@ def test_a_trainer_that_is_killed_ends_as_torchtitan_does(tmp_path: Path, way: s
 @pytest.mark.parametrize("way", ["fsdp2", "ddp"])
 def test_twenty_kills(tmp_path: Path, way: str) -> None:
     kills = ",".join(f"{2 * n + 1}:{n % RANKS}" for n in range(20))
-    env = {**QUIET, **WAYS[way]}
+    env = {**TITAN_ENV, **WAYS[way]}
     assert protected(SCRIPT, tmp_path, 44, kills, env) == plain(SCRIPT, tmp_path, 44, env)
 
 
@@ -52,11 +51,11 @@ def test_twenty_kills(tmp_path: Path, way: str) -> None:
 def test_a_spare_takes_a_lost_nodes_rank(tmp_path: Path) -> None:
     ours = tmp_path / "ours"
     options = ["--nodes", RANKS, "--spares", 1, "--tee", "none", "--max-stall", 60]
-    with Job(tmp_path / "job", options, [SCRIPT, ours, 60, ""], QUIET) as job:
+    with Job(tmp_path / "job", options, [SCRIPT, ours, 60, ""], TITAN_ENV) as job:
         wait_until(lambda: len(_lines(ours)) > 20, 100, job)
         lose_node(job, 0)
         job.ended(0, FAULTY_DEADLINE_S)
-    assert told(ours) == plain(SCRIPT, tmp_path, 60, QUIET)
+    assert told(ours) == plain(SCRIPT, tmp_path, 60, TITAN_ENV)
 
 
 def _lines(home: Path) -> list[str]:
@@ -67,7 +66,7 @@ def _lines(home: Path) -> list[str]:
 @pytest.mark.slow
 def test_a_job_that_begins_from_torchtitans_checkpoint(tmp_path: Path) -> None:
     """A process that takes a rank before the first commit has the position in the data, too."""
-    env = {**QUIET, "MORE": "0"}
+    env = {**TITAN_ENV, "MORE": "0"}
     plain(SCRIPT, tmp_path, 10, env)
     saved = (tmp_path / "plain").rename(tmp_path / "first") / "checkpoint" / "step-4"
     for name in ("plain", "ours"):
