@@ -81,7 +81,8 @@ def test_ranks_leave_a_node_that_is_degraded_and_no_step_is_lost(site: Cluster) 
     job.trains(2)
     job.wait(lambda: told(job, "evicted"), "its node is out")
     (text,) = told(job, "leaves")
-    assert re.fullmatch(r"its ranks leave node-1, which is unwell \(lamp: link-down \(GPU 0\): .*\)", text)
+    why = r"unwell \(lamp: link-down \(GPU 0\): .*\)"
+    assert re.fullmatch(rf"its ranks leave node-1, which is {why}; where they go there is step \d+", text)
     # Nothing is lost by it, not even to a fault's answer.
     assert [f for f in job.ledger().faults if f.job == job.run_name] == []
     assert {(r.rung, r.outcome) for r in job.ledger().recoveries} == {("spare", "recovered")}
