@@ -140,7 +140,7 @@ class _Loop:
 
     @property
     def ckptless_covers(self) -> tuple[Any, ...]:
-        """What it has the state of, for who looks whether all that changes is in the State."""
+        """Return the objects that it has the state of, for who looks whether all that changes is saved."""
         owner = self._owner
         return owner, owner.args, owner.state, owner.control, owner.callback_handler, owner.accelerator
 

@@ -13,6 +13,8 @@ from typing import Any
 import pytest
 import torch
 
+# It needs triton, which the Makefile keeps apart; a torch that comes with one goes first.
+sys.path.append(f"{sys.prefix}/triton")
 pytest.importorskip("torchtitan")
 
 from torchdata.stateful_dataloader import StatefulDataLoader
