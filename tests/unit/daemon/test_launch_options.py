@@ -25,9 +25,12 @@ class FakeRun:
 
     seen: SharedConfig | None = None
     state_dir: Path | None = None
+    log_dir: Path | None = None
 
-    def __init__(self, config: SharedConfig, state_dir: Path | None, port: int, verbose: bool) -> None:
-        type(self).seen, type(self).state_dir = config, state_dir
+    def __init__(
+        self, config: SharedConfig, *, state_dir: Path | None, log_dir: Path | None, port: int, verbose: bool
+    ) -> None:
+        type(self).seen, type(self).state_dir, type(self).log_dir = config, state_dir, log_dir
 
     async def run(self) -> int:
         return 0
@@ -63,6 +66,19 @@ def test_defaults(tmp_path: Path) -> None:
     assert FakeRun.state_dir is None
     assert spec.job.startswith("local-")
     assert options("train.py").spec.job != options("train.py").spec.job
+
+
+def test_what_ranks_print_goes_where_it_is_said(tmp_path: Path) -> None:
+    folders = []
+    for words in ([], ["--log-dir", "printed", "--job", "mine"]):
+        options(*words, "train.py")
+        folders.append(FakeRun.log_dir)
+    assert folders == [None, tmp_path / "printed" / "ckptless-mine"]
+    Path("printed").rename("elsewhere")
+    Path("printed").touch()
+    result = call(["--local", "--log-dir=printed", "train.py"])
+    assert result.exit_code == 2
+    assert "choose another --log-dir" in result.stderr
 
 
 def test_limits_for_batches() -> None:
