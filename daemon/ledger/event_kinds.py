@@ -24,7 +24,10 @@ GROUPS: Mapping[str, Mapping[str, Meaning]] = {
         "generation": Meaning("The daemons have agreed who has which rank from here on, and from which step"),
         "start": Meaning("What the first generation goes on from: memory that was kept, or a saved step"),
         "trains": Meaning("Every rank has made its first step, at a job's begin"),
-        "recovered": Meaning("Every rank has made a step again after a fault, so long after its first sign"),
+        "recovered": Meaning(
+            "Every rank has made a step again, so long after a fault's first sign, or after the last "
+            "generation was stopped without one"
+        ),
         "end": Meaning(
             "The job is over; the text has its state and the reason", "Where it failed, the reason says why"
         ),

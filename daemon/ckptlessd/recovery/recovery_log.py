@@ -106,7 +106,8 @@ class RecoveryLog:
         else:
             self.job.share(ledger_rows.recovery(assignment, self._timeline, "recovered"))
             took_s = self._timeline.total_s(now)
-            text = f"generation {assignment.generation} trains, {took_s:.3f} s after the fault"
+            since = "the fault" if assignment.faults else "the last one was stopped"
+            text = f"generation {assignment.generation} trains, {took_s:.3f} s after {since}"
             self.job.announce(event_lines.Line("info", "recovered", text), now)
             self._timeline = None
 

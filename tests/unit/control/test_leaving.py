@@ -86,6 +86,8 @@ def test_ranks_move_first_and_their_node_is_out_once_it_has_none() -> None:
     assert (assignment.rung, assignment.faults) == ("spare", ())
     assert 1 in [info.node for info in assignment.nodes]
     trains_again(job)
+    (text,) = told(job, "recovered")
+    assert text.endswith(" s after the last one was stopped")
     assert job.lost == []
     job.node.wait(0.5)
     assert job.lost == [1]
