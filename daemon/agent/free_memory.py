@@ -19,9 +19,14 @@ def free_memory(proc: Path = Path("/proc"), cgroups: Path = Path("/sys/fs/cgroup
 
 def _of_node(proc: Path) -> list[FreeMemory]:
     words = _words(proc / "meminfo")
-    return (
-        [FreeMemory(words["MemAvailable:"] * 1024, "the node's memory")] if "MemAvailable:" in words else []
-    )
+    found: list[FreeMemory] = []
+    if "MemAvailable:" in words:
+        found.append(FreeMemory(words["MemAvailable:"] * 1024, "the node's memory"))
+    # Every page that is promised counts; one of a memfd when it is touched: SIGBUS, where it is one too many.
+    if _text(proc / "sys/vm/overcommit_memory").strip() == "2" and "CommitLimit:" in words:
+        left = words["CommitLimit:"] - words.get("Committed_AS:", 0)
+        found.append(FreeMemory(max(0, left) * 1024, "CommitLimit, as vm.overcommit_memory is 2,"))
+    return found
 
 
 def _of_cgroups(proc: Path, root: Path) -> list[FreeMemory]:

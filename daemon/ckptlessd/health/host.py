@@ -14,7 +14,6 @@ _MIB = 1 << 20
 # Less room than this is none: a log, a core and a ledger need some.
 LEAST_FREE_NBYTES = 100 * _MIB
 LEAST_FREE_SHARE = 0.01
-SHARED_MEMORY = Path("/dev/shm")
 # So much of a minute in which nothing could go on, as every process waited for memory.
 MOST_PRESSURE_PERCENT = 20.0
 # adjtimex(2).
@@ -30,17 +29,13 @@ class DiskProbe(Probe):
     interval_s = 60.0
     deadline_s = 10.0
 
-    def __init__(self, paths: Sequence[Path], proc: Path = Path("/proc"), shm: Path = SHARED_MEMORY) -> None:
-        self._paths, self._proc, self._shm = tuple(paths), proc, shm
+    def __init__(self, paths: Sequence[Path], proc: Path = Path("/proc")) -> None:
+        self._paths, self._proc = tuple(paths), proc
         self._written: set[tuple[str, str]] = set()
 
     def look(self) -> list[Finding]:
         """See `probe.Probe`. Raises OSError."""
-        full = [
-            Finding(code="disk-full", where=str(p), evidence=w) for p in self._paths if (w := _no_room(p))
-        ]
-        if words := _no_room(self._shm):
-            full.append(Finding(code="shared-memory", where=str(self._shm), evidence=words))
+        full = [Finding(code="disk-full", where=str(p), evidence=w) for p in self._paths if (w := no_room(p))]
         # By place and device: another disk at the same place is read-only from its beginning. What FUSE gives
         # as its device is its user's choice.
         mounts = {
@@ -81,7 +76,7 @@ def _unescaped(text: str) -> str:
     return re.sub(r"\\([0-7]{3})", lambda found: chr(int(found[1], 8)), text)
 
 
-def _no_room(path: Path) -> str:
+def no_room(path: Path) -> str:
     """Return how little room there is, in words; "" where there is enough, or no such folder."""
     try:
         found = os.statvfs(path)

@@ -72,6 +72,11 @@ TABLE: dict[str, Meaning] = {
     "gpu-error": _state("note", "NVML cannot say how a GPU is"),
     "gpu-fewer": _state("evict", "there are fewer GPUs than when the node booted"),
     "gpu-ecc-uncorrected": _event("move", "errors of the GPU's memory were not corrected"),
+    # No action of NVIDIA's goes by this count, but by the two flags of what could not be mended.
+    "gpu-ecc-aggregate": _state(
+        "note", "errors of the GPU's memory were not corrected, some time in its life"
+    ),
+    "gpu-sram-failed": _state("drain", "the GPU's caches have had too many errors: NVIDIA may replace it"),
     "gpu-remap-pending": _state("note", "rows of the GPU's memory are remapped at its next reset"),
     "gpu-remap-failed": _state("evict", "rows of the GPU's memory cannot be remapped"),
     "gpu-nvlink-down": _state("move", "an NVLink that was up is down"),
@@ -109,7 +114,11 @@ TABLE: dict[str, Meaning] = {
     "memory-pressure": _state("note", "processes wait for memory"),
     "clock": _state("note", "the clock is not synchronised"),
     "cpu-throttled": _event("note", "processors are too hot", strikes=3),
+    # Of shared memory.
     "shared-memory": _state("drain", "there is no room in shared memory"),
+    "shared-memory-small": _state("note", "there is little shared memory for NCCL and for loaders"),
+    "shared-memory-left-over": _state("note", "shared memory is used, and no job is on the node"),
+    "memfd": _state("note", "there is no memory to be had that ranks and agents share"),
     # By Slurm's word, which is acted upon elsewhere: jobs lose such a node, or leave it.
     "slurm-down": Meaning("note", 1, _STATE_S, "the node is down in Slurm"),
     "slurm-fail": Meaning("note", 1, _STATE_S, "the node is about to fail, by Slurm's word"),
@@ -133,7 +142,10 @@ def meaning(code: str, own: Mapping[str, Action]) -> Meaning:
 
 def concerns_jobs(code: str, action: Action) -> bool:
     """Whether the jobs on the node should have it in their story: what may be why something fails there."""
-    return action != "note" or code.startswith(("xid-", "gpu-")) or code.endswith("out-of-memory")
+    if code == "gpu-ecc-aggregate":  # it may be years old
+        return action != "note"
+    memory = code.endswith("out-of-memory") or code.startswith(("shared-memory", "memfd"))
+    return action != "note" or code.startswith(("xid-", "gpu-")) or memory
 
 
 def xid_of(code: str) -> int | None:

@@ -6,6 +6,7 @@ between the looks, as the events of a GPU come only to who was registered for th
 
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import suppress
+from ctypes import byref
 from dataclasses import dataclass, field
 from importlib import import_module
 from typing import Any
@@ -115,6 +116,7 @@ class NvmlProbe:
             self._handle,
             self._meet,
             self._ecc,
+            self._sram,
             self._remapped,
             self._links_down,
             self._link_errors,
@@ -186,10 +188,37 @@ class NvmlProbe:
             yield gpu.finding(f"xid-{number}", f"NVML reports Xid {number}")
 
     def _ecc(self, gpu: _Gpu) -> Iterator[Finding]:
-        kinds = self._nvml.NVML_MEMORY_ERROR_TYPE_UNCORRECTED, self._nvml.NVML_VOLATILE_ECC
-        count = self._ask(gpu, "nvmlDeviceGetTotalEccErrors", *kinds)
-        if evidence := gpu.grown("ecc", "uncorrected ECC errors", count):
+        """Look at errors since the driver was loaded, which MIG does not tell, and at those of its life."""
+        nvml = self._nvml
+        name, kind = "nvmlDeviceGetTotalEccErrors", nvml.NVML_MEMORY_ERROR_TYPE_UNCORRECTED
+        recent = self._ask(gpu, name, kind, nvml.NVML_VOLATILE_ECC)
+        ever = self._ask(gpu, name, kind, nvml.NVML_AGGREGATE_ECC)
+        more = gpu.grown("ecc", "uncorrected ECC errors", recent)
+        more_ever = gpu.grown("ecc ever", "uncorrected ECC errors in its life", ever)
+        if evidence := more or more_ever:  # the same errors, where both have grown
             yield gpu.finding("gpu-ecc-uncorrected", evidence)
+        if ever:
+            yield gpu.finding("gpu-ecc-aggregate", f"{ever} uncorrected ECC errors in its life")
+
+    def _sram(self, gpu: _Gpu) -> Iterator[Finding]:
+        """Look at the flag that NVIDIA makes of the counts of its caches; of its DRAM, see `_remapped`."""
+        made = getattr(self._nvml, "c_nvmlEccSramErrorStatus_v1_t", None)
+        if made is None:
+            return
+        status = made()
+        try:
+            known = self._ask(gpu, "nvmlDeviceGetSramEccErrorStatus", byref(status)) is not None
+        except self._nvml.NVMLError as error:
+            if error.value != self._nvml.NVML_ERROR_NO_PERMISSION:  # it is root's alone
+                raise
+            known = False
+        if not known:
+            return
+        if status.bThresholdExceeded:
+            ever = status.aggregateUncParity + status.aggregateUncSecDed
+            yield gpu.finding(
+                "gpu-sram-failed", f"NVIDIA's threshold is exceeded: {ever} uncorrected errors in its life"
+            )
 
     def _remapped(self, gpu: _Gpu) -> Iterator[Finding]:
         rows = self._ask(gpu, "nvmlDeviceGetRemappedRows")
@@ -250,7 +279,7 @@ class NvmlProbe:
         if pids := [str(process.pid) for process in self._ask_first(gpu, names) or ()]:
             yield gpu.finding("gpu-left-over", f"pid {', '.join(pids)}")
 
-    def _ask(self, gpu: _Gpu, name: str, *arguments: int) -> Any:
+    def _ask(self, gpu: _Gpu, name: str, *arguments: Any) -> Any:
         """Return what NVML says; None where GPU, driver or nvidia-ml-py do not know the question."""
         function = getattr(self._nvml, name, None)
         if function is None:

@@ -15,6 +15,7 @@ from ckptless.daemon.ckptlessd.health.kernel_log import KernelLogProbe
 from ckptless.daemon.ckptlessd.health.links import LinkProbe
 from ckptless.daemon.ckptlessd.health.nvml import NvmlProbe
 from ckptless.daemon.ckptlessd.health.probe import Finding, Probe
+from ckptless.daemon.ckptlessd.health.shared_memory import SharedMemoryProbe
 from ckptless.daemon.ckptlessd.health.slurm_view import SlurmProbe
 from ckptless.daemon.protocol.limits import one_line
 from ckptless.daemon.settings.options import HealthSettings
@@ -59,6 +60,7 @@ def probes(
         "kernel-log": KernelLogProbe(),
         "disk": DiskProbe([Path(room) for room in rooms]),
         "host": HostProbe(),
+        "shared-memory": SharedMemoryProbe(lambda: not is_idle()),
         "link": LinkProbe(),
         "nvml": NvmlProbe(lambda: not is_idle()),
         "slurm": SlurmProbe(ask_slurm),

@@ -51,6 +51,21 @@ def test_of_a_cgroup_of_the_first_version(tmp_path: Path) -> None:
     assert free_memory(*tree(tmp_path, files)) == (100, f"the cgroup {tmp_path}/cgroup/memory/job")
 
 
+@pytest.mark.parametrize(
+    ("mode", "used", "left"), [("0", 900, 2000), ("1", 900, 2000), ("2", 900, 100), ("2", 1100, 0)]
+)
+def test_where_the_kernel_counts_every_page(tmp_path: Path, mode: str, used: int, left: int) -> None:
+    counted = f"CommitLimit:  1000 kB\nCommitted_AS:  {used} kB\n"
+    files = {
+        "proc/meminfo": MEMINFO["proc/meminfo"] + counted,
+        "proc/sys/vm/overcommit_memory": f"{mode}\n",
+    }
+    found = free_memory(*tree(tmp_path, files))
+    assert found is not None
+    assert found.nbytes == left * 1024
+    assert ("CommitLimit" in found.whose) == (mode == "2")
+
+
 def test_where_nothing_tells(tmp_path: Path) -> None:
     assert free_memory(*tree(tmp_path, {})) is None
 

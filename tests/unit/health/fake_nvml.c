@@ -9,7 +9,7 @@
  *   0.error.ecc 3       what its query "ecc" returns (other names: see the calls of `state`)
  *   0.xid 79            the n-th such line is the n-th event, delivered once
  *   0.process 4711      a process on it
- *   0.ecc 5, 0.remap.pending 1, 0.remap.failed 1, 0.link.3 0, 0.link.3.error.1 7, 0.throttle 0x8,
+ *   0.ecc 5, 0.ecc.ever 7, 0.sram.exceeded 1, 0.remap.pending 1, 0.remap.failed 1, 0.link.3 0, 0.link.3.error.1 7, 0.throttle 0x8,
  *   0.temperature 91, 0.threshold 90, 0.utilisation 0, 0.pcie.width 8, 0.pcie.generation 3
  *
  * A GPU has four links, all up. With OLD_DRIVER, it lacks what came with later drivers. What is freed is
@@ -20,7 +20,7 @@
 #include <stdlib.h>
 #include <string.h>
 
-enum { OK, INVALID_ARGUMENT = 2, NOT_FOUND = 6, INSUFFICIENT_SIZE = 7, TIMEOUT = 10, GPU_IS_LOST = 15 };
+enum { OK, INVALID_ARGUMENT = 2, NOT_FOUND = 6, INSUFFICIENT_SIZE = 7, TIMEOUT = 10, GPU_IS_LOST = 15, VERSION_MISMATCH = 25 };
 enum { GPUS = 8, LINKS = 4, XID_EVENT = 8 };
 
 struct gpu {
@@ -217,8 +217,8 @@ int nvmlEventSetFree(struct events *events)
 
 int nvmlDeviceGetTotalEccErrors(struct gpu *gpu, unsigned type, unsigned counter, unsigned long long *count)
 {
-	*count = (unsigned long long)get(gpu, "ecc", 0);
-	return type == 1 && counter == 0 ? state(gpu, "ecc") : INVALID_ARGUMENT;
+	*count = (unsigned long long)get(gpu, counter ? "ecc.ever" : "ecc", 0);
+	return type == 1 && counter < 2 ? state(gpu, counter ? "ecc.ever" : "ecc") : INVALID_ARGUMENT;
 }
 
 int nvmlDeviceGetNvLinkState(struct gpu *gpu, unsigned link, unsigned *up)
@@ -332,6 +332,22 @@ int nvmlDeviceGetTemperatureV(struct gpu *gpu, struct temperature *now)
 int nvmlDeviceGetComputeRunningProcesses_v3(struct gpu *gpu, unsigned *count, struct process *found)
 {
 	return processes(gpu, count, found);
+}
+
+struct sram {
+	unsigned version;
+	unsigned long long ever_parity, ever_sec_ded, rest[9];
+	unsigned exceeded;
+};
+
+int nvmlDeviceGetSramEccErrorStatus(struct gpu *gpu, struct sram *status)
+{
+	if (status->version != (sizeof(*status) | 1 << 24))
+		return VERSION_MISMATCH;
+	status->ever_parity = 2;
+	status->ever_sec_ded = 3;
+	status->exceeded = (unsigned)get(gpu, "sram.exceeded", 0);
+	return state(gpu, "sram");
 }
 
 int nvmlDeviceGetRemappedRows(struct gpu *gpu, unsigned *corrected, unsigned *uncorrected, unsigned *pending,

@@ -33,7 +33,7 @@ def mounted(proc: Path, *lines: str) -> None:
 
 
 def disks(proc: Path, *paths: Path) -> DiskProbe:
-    return DiskProbe(paths, proc, proc / "no-shm")
+    return DiskProbe(paths, proc)
 
 
 # ------------------------------------------------------------------------------------ mountinfo
@@ -202,13 +202,6 @@ def test_room(proc: Path, monkeypatch: pytest.MonkeyPatch, world: dict[str, int]
     assert [probe.look(), probe.look()] == [expected, expected]
 
 
-def test_shared_memory_has_a_code_of_its_own(proc: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    mounted(proc, ROOT)
-    monkeypatch.setattr(os, "statvfs", Room(shm={"f_bavail": 0, "f_blocks": GIB}, tmp={"f_bavail": 0}))
-    found = DiskProbe([Path("/tmp")], proc, Path("/dev/shm")).look()
-    assert [(one.code, one.where) for one in found] == [("disk-full", "/tmp"), ("shared-memory", "/dev/shm")]
-
-
 def test_a_disk_that_fails_raises(proc: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     def fail(path: Path) -> None:
         raise OSError(errno.EIO, "Input/output error")
@@ -286,7 +279,7 @@ def test_a_real_disk_that_becomes_read_only(disk: Path) -> None:
 def test_this_machine_can_be_looked_at() -> None:
     for probe in (DiskProbe([Path("/"), Path("/tmp")]), HostProbe()):
         assert {one.code for one in probe.look()} <= {
-            *("disk-full", "shared-memory", "clock", "memory-pressure", "cpu-throttled")
+            *("disk-full", "clock", "memory-pressure", "cpu-throttled")
         }
 
 

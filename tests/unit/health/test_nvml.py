@@ -20,8 +20,20 @@ SOURCE = Path(__file__).with_name("fake_nvml.c")
 DEADLINE_S = 60
 FIRST, SECOND = "GPU 0 (0000:4E:00.0)", "GPU 1 (0000:4F:00.0)"
 NOT_SUPPORTED, FUNCTION_NOT_FOUND, GPU_IS_LOST, DEPRECATED, UNKNOWN = 3, 13, 15, 26, 999
+NO_PERMISSION = 4
 RESET_REQUIRED = 16
-QUERIES = ["register", "links", "ecc", "remap", "counter.0", "counter.1", "counter.2", "throttle"]
+QUERIES = [
+    "register",
+    "links",
+    "ecc",
+    "ecc.ever",
+    "sram",
+    "remap",
+    "counter.0",
+    "counter.1",
+    "counter.2",
+    "throttle",
+]
 QUERIES += ["temperature", "threshold", "utilisation", "pcie.width", "pcie.generation", "process"]
 
 # One look at each world. Only a process of its own loads the library that LD_LIBRARY_PATH names.
@@ -136,6 +148,13 @@ SHOWN = [
     ("1.ecc 2", "1.ecc 5", "gpu-ecc-uncorrected", SECOND, "5 uncorrected ECC errors, 2 in the last look"),
     (
         "",
+        "0.sram.exceeded 1",
+        "gpu-sram-failed",
+        FIRST,
+        "NVIDIA's threshold is exceeded: 5 uncorrected errors in its life",
+    ),
+    (
+        "",
         "0.remap.pending 1",
         "gpu-remap-pending",
         FIRST,
@@ -191,7 +210,7 @@ def test_a_finding_and_nothing_else(
 
 
 def test_every_gpu_code_is_shown() -> None:
-    elsewhere = {"gpu-fewer", "gpu-left-over", "gpu-reset", "gpu-error"}
+    elsewhere = {"gpu-ecc-aggregate", "gpu-fewer", "gpu-left-over", "gpu-reset", "gpu-error"}
     codes = {code for _, _, code, _, _ in SHOWN} | elsewhere
     assert codes - {"xid-79"} == {code for code in TABLE if code.startswith("gpu-")}
 
@@ -218,6 +237,28 @@ def test_what_the_first_look_sees_is_the_base(stage: Stage) -> None:
     looks = stage.looks(world, world, "0.link.1 0", "0.link.1 0;0.ecc 1")
     assert [[finding.code for finding in look] for look in looks] == [[], [], [], ["gpu-ecc-uncorrected"]]
     assert looks[3][0].evidence == "1 uncorrected ECC errors, 0 in the last look"
+
+
+def test_errors_of_all_its_life_are_a_note_and_count_once_they_grow(stage: Stage) -> None:
+    mig = f"1.error.ecc {NOT_SUPPORTED};1.ecc.ever"
+    looks = stage.looks("0.ecc.ever 4", "0.ecc.ever 4", "0.ecc 2;0.ecc.ever 6", f"{mig} 1", f"{mig} 2")
+    noted = [Finding(code="gpu-ecc-aggregate", where=FIRST, evidence="4 uncorrected ECC errors in its life")]
+    assert looks[:2] == [noted, noted]
+    shown = [[(one.code, one.where, one.evidence) for one in look] for look in looks[2:]]
+    assert shown[0] == [  # the same two errors, in both counts
+        ("gpu-ecc-uncorrected", FIRST, "2 uncorrected ECC errors, 0 in the last look"),
+        ("gpu-ecc-aggregate", FIRST, "6 uncorrected ECC errors in its life"),
+    ]
+    assert shown[2] == [
+        ("gpu-ecc-uncorrected", SECOND, "2 uncorrected ECC errors in its life, 1 in the last look"),
+        ("gpu-ecc-aggregate", SECOND, "2 uncorrected ECC errors in its life"),
+    ]
+    assert TABLE["gpu-ecc-aggregate"].action == "note"
+
+
+def test_who_may_not_ask_for_the_caches_is_told_nothing(stage: Stage) -> None:
+    world = f"0.error.sram {NO_PERMISSION};0.sram.exceeded 1;0.temperature 95"
+    assert [one.code for one in stage.looks(world)[0]] == ["gpu-hot"]
 
 
 def test_xids_come_each_once_and_no_more_than_some_in_a_look(stage: Stage) -> None:
@@ -279,13 +320,16 @@ def test_a_gpu_that_is_lost_from_the_first_look_and_comes_back(stage: Stage) -> 
 
 
 # With it all that could be found of one GPU is there.
-ALL = "ecc 1;remap.pending 1;link.3 0;link.2.error.0 1;throttle 8;temperature 99;pcie.width 1;process 7"
+ALL = "ecc 1;ecc.ever 1;sram.exceeded 1;remap.pending 1;link.3 0;link.2.error.0 1;throttle 8;temperature 99"
+ALL += ";pcie.width 1;process 7"
 BAD = ";".join(f"{gpu}.{line}" for gpu in (0, 1) for line in ALL.split(";")) + ";0.xid 31;1.xid 31"
-BAD_CODES = ["xid-31", "gpu-ecc-uncorrected", "gpu-remap-pending", "gpu-nvlink-down", "gpu-nvlink-errors"]
+BAD_CODES = ["xid-31", "gpu-ecc-uncorrected", "gpu-ecc-aggregate", "gpu-sram-failed"]
+BAD_CODES += ["gpu-remap-pending", "gpu-nvlink-down", "gpu-nvlink-errors"]
 BAD_CODES += ["gpu-throttled", "gpu-hot", "gpu-pcie-slow", "gpu-left-over"]
 WITHOUT = {
     "register": "xid-31",
-    "ecc": "gpu-ecc-uncorrected",
+    "ecc.ever": "gpu-ecc-aggregate",
+    "sram": "gpu-sram-failed",
     "remap": "gpu-remap-pending",
     "counter.0": "gpu-nvlink-errors",
     "throttle": "gpu-throttled",
@@ -343,7 +387,7 @@ def test_a_gpu_that_supports_nothing(stage: Stage) -> None:
 
 def test_an_old_driver_is_asked_the_old_way(old_stage: Stage) -> None:
     _, look = old_stage.looks("", BAD, jobs=False)
-    expected = [one for one in BAD_CODES if one != "gpu-remap-pending"]  # it has no such function
+    expected = [one for one in BAD_CODES if one not in ("gpu-remap-pending", "gpu-sram-failed")]
     assert codes_of(look, FIRST) == codes_of(look, SECOND) == expected
 
 

@@ -19,7 +19,7 @@ from ckptless.daemon.ckptlessd.health.probes import probes
 from ckptless.daemon.settings.options import HealthSettings
 from ckptless.daemon.slurm.adapter import Node
 
-ALONG = ["kernel-log", "disk", "host", "link", "nvml", "slurm"]
+ALONG = ["kernel-log", "disk", "host", "shared-memory", "link", "nvml", "slurm"]
 
 
 class Good:
@@ -127,7 +127,7 @@ def test_what_is_off(installed: list[EntryPoint]) -> None:
         mounts=("/home",),
         commands={"nhc": "/bin/true", "other": "/bin/true"},
     )
-    assert list(made) == ["kernel-log", "disk", "host", "slurm", "command-other", "site"]
+    assert list(made) == ["kernel-log", "disk", "host", "shared-memory", "slurm", "command-other", "site"]
     assert list(found()) == [*ALONG, "site", "broken"]
 
 

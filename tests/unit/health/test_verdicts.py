@@ -132,8 +132,15 @@ def test_a_verdict_begins_and_ends_as_its_row_says(seen: list[tuple[str, float]]
 
 def test_what_jobs_hear_of() -> None:
     heard = {code for code, row in TABLE.items() if concerns_jobs(code, row.action)}
-    assert {"out-of-memory", "cgroup-out-of-memory", "gpu-hot", "disk-full", "link-down"} <= heard
-    assert not heard & {"clock", "probe-failed", "probe-hangs", "memory-corrected", "memory-pressure"}
+    assert {"out-of-memory", "cgroup-out-of-memory", "gpu-hot", "disk-full", "link-down", "memfd"} <= heard
+    assert not heard & {
+        "gpu-ecc-aggregate",
+        "clock",
+        "probe-failed",
+        "probe-hangs",
+        "memory-corrected",
+        "memory-pressure",
+    }
 
 
 def test_every_row_can_be_acted_upon() -> None:
