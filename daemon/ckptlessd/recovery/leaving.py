@@ -26,7 +26,8 @@ REPEAT_S = 1.0
 class _Ahead:
     """The assignment that spares (`newcomers`) build for since `since_s`, so that ranks can leave `node`.
 
-    `state`: they have built, and are to be given a commit. What they are to do was said at `said_s`.
+    `state`: they have built, and are to be given a commit. What they are to do was said at `said_s`. `tried`:
+    the nodes that were to do this, for the same ranks, before.
     """
 
     node: int
@@ -34,6 +35,7 @@ class _Ahead:
     newcomers: tuple[m.Place, ...]
     since_s: float
     said_s: float
+    tried: frozenset[int] = frozenset()
     state: bool = False
     repeat_s: float = REPEAT_S
 
@@ -127,7 +129,9 @@ class Leaving:
         slots = self._slots(ahead.newcomers)
         phases = {slot.phase if slot is not None else None for slot in slots}
         if not phases <= WARM:
-            return False
+            # One has died over it, or raised. Each is tried once, so they come to an end.
+            self._ahead = self._begin_ahead(assignment, node, step, now, ahead.tried)
+            return self._ahead is not None
         if phases == {"prepared"}:
             if not ahead.state:
                 ahead.state, ahead.repeat_s = True, REPEAT_S
@@ -162,7 +166,9 @@ class Leaving:
         steps = {slot.step for slot in self._slots(self._ahead.newcomers) if slot is not None}
         return f"; where they go there is step {min(step for step in steps if step is not None)}"
 
-    def _begin_ahead(self, assignment: m.Assignment, node: int, step: int, now: float) -> _Ahead | None:
+    def _begin_ahead(
+        self, assignment: m.Assignment, node: int, step: int, now: float, tried: frozenset[int] = frozenset()
+    ) -> _Ahead | None:
         """Return who is to build for what, with the order to do it; None: that would be of no use."""
         job = self.job
         assert job.spec is not None
@@ -174,17 +180,21 @@ class Leaving:
         # One that is only being started joins when it can, as after a fault.
         if any(slot is None or slot.phase != "waiting" for slot in self._slots(newcomers)):
             return None
+        nodes = frozenset(place.node for place in newcomers)
+        if nodes & tried:
+            return None
         ranks = sorted(rank for rank, place in enumerate(following.places) if place in newcomers)
         names = sorted({f"node-{place.node}" for place in newcomers})
         text = f"{', '.join(names)} builds for rank {', '.join(map(str, ranks))} before it leaves node-{node}"
         job.announce(Line("info", "prepares", text), now)
-        ahead = _Ahead(node, following, newcomers, now, now)
+        ahead = _Ahead(node, following, newcomers, now, now, tried | nodes)
         self.order = ahead.order(now)
         return ahead
 
     def _slots(self, places: Iterable[m.Place]) -> list[m.SlotState | None]:
-        """Return these slots as their agents tell of them, None of one that is not heard of."""
-        return [self.job.nodes[place.node].slot(place.slot) for place in places]
+        """Return these slots as their agents tell of them, None of one that is not heard of, or lost."""
+        nodes = self.job.nodes
+        return [nodes[one.node].slot(one.slot) if nodes[one.node].usable else None for one in places]
 
     def _stays(self, assignment: m.Assignment, node: int, leave: Leave) -> str | None:
         """Return why the job cannot go on without the node, or None."""
