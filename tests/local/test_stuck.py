@@ -113,6 +113,21 @@ def test_who_sleeps_is_replaced_by_the_rhythm_of_the_job(tmp_path: Path, kinds: 
         assert log.count("ckptless: the native stacks of process ") == len(named), log
 
 
+def test_a_collective_that_all_others_have_returned_before_ends_the_job_soon(tmp_path: Path) -> None:
+    """It is the script's own mistake. The longest stall would be 300 s, each time."""
+    options = ["--job", "one-more", "--nodes", RANKS, "--tee", "none"]
+    with Job(tmp_path, options, [HERE / "one_more_script.py", 60]) as job:
+        job.ended(4, DEADLINE_S)
+        ledger = job.ledger()
+    stalls = [one for one in ledger.faults if one.kind == "stall"]
+    assert [one.generation for one in stalls] == [1, 2, 3, 4]
+    why = (
+        "2 ranks have returned from the training function, and never come: rank 1 in allreduce of 3 elements"
+    )
+    assert all(why in one.detail for one in stalls), job.story()
+    assert why in job.stderr
+
+
 def test_what_the_script_has_said_is_no_hang(tmp_path: Path) -> None:
     """Evaluations on one rank and on all, longer than the longest stall, and a slow step; then a hang."""
     out = tmp_path / "out"

@@ -5,7 +5,7 @@ from typing import NamedTuple
 
 from ckptless.daemon.ckptlessd.planning.faults import SECONDARY, Fault, Finding, NodeLost, NodeView
 from ckptless.daemon.protocol.limits import runs
-from ckptless.daemon.protocol.messages import Assignment, Drill, Place
+from ckptless.daemon.protocol.messages import Assignment, Drill, Place, SlotState
 from ckptless.daemon.protocol.records import DRILL, Level, Subject
 
 # Ranks end within moments of each other; who is this much earlier than another has left it alone.
@@ -128,9 +128,7 @@ def returned_early(assignment: Assignment, nodes: Mapping[int, NodeView]) -> Lin
     done = {
         rank: slot
         for rank, slot in slots.items()
-        if slot is not None
-        and slot.generation == assignment.generation
-        and (slot.phase == "finished" or (slot.phase == "exited" and slot.cause is None))
+        if slot is not None and has_returned(slot, assignment.generation)
     }
     others = [rank for rank in slots if rank not in done]
     if not done or not others:
@@ -143,6 +141,12 @@ def returned_early(assignment: Assignment, nodes: Mapping[int, NodeView]) -> Lin
     )
     text = returned_text(sorted(done), others, step)
     return Line("warning", "returned-early", text, about)
+
+
+def has_returned(slot: SlotState, generation: int) -> bool:
+    """Whether a rank's training function has returned in this generation."""
+    ended = slot.phase == "finished" or (slot.phase == "exited" and slot.cause is None)
+    return ended and slot.generation == generation
 
 
 def returned_text(done: Sequence[int], others: Sequence[int], step: int | None) -> str:

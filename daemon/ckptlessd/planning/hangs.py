@@ -49,6 +49,21 @@ def judge(still: Mapping[int, m.Still]) -> Verdict:
     return Verdict(suspects, sure=all(_is_sure(still[rank]) for rank in free))
 
 
+def left_alone(still: Mapping[int, m.Still], done: int) -> str | None:
+    """Return why ranks wait for ever where so many have returned from the script; None where they may not.
+
+    Each waits in a collective of a group with more ranks than are left: one of it has returned, and makes
+    no other call. Of a device nobody knows what a rank waits in.
+    """
+    calls = {rank: one.call for rank, one in still.items() if one.call is not None}
+    if not calls or len(calls) < len(still) or any(call.size <= len(still) for call in calls.values()):
+        return None
+    by_call = sorted((_key(call), rank) for rank, call in calls.items())
+    alike = [[rank for _, rank in ranks] for _, ranks in groupby(by_call, key=lambda one: one[0])]
+    who = "a rank has" if done == 1 else f"{done} ranks have"
+    return f"{who} returned from the training function, and never come: {_all(alike, calls)}"
+
+
 def _is_sure(one: m.Still) -> bool:
     """Whether it does not run, or runs for longer than its script has said it would."""
     return one.how != "working" or one.over
@@ -84,10 +99,7 @@ def _is_ahead(one: m.Still, least: Mapping[str, int]) -> bool:
 
 def _mismatch(calls: Mapping[int, m.Call]) -> Verdict:
     """All ranks wait, those on a CPU in these calls."""
-    by_call = sorted(
-        ((call.group, call.number, call.operation, -1 if call.peer is None else call.peer), rank)
-        for rank, call in calls.items()
-    )
+    by_call = sorted((_key(call), rank) for rank, call in calls.items())
     alike = [[rank for _, rank in ranks] for _, ranks in groupby(by_call, key=lambda one: one[0])]
     # Where all ranks of a group have come, it is the network, or the backend, that does not get on.
     apart = sorted((ranks for ranks in alike if len(ranks) < calls[ranks[0]].size), key=len)
@@ -100,6 +112,10 @@ def _mismatch(calls: Mapping[int, m.Call]) -> Verdict:
     if len(apart) > 1 and len(apart[0]) == len(apart[1]):
         return Verdict(why=text, sure=True)
     return Verdict(tuple((rank, text) for rank in apart[0]), sure=True)
+
+
+def _key(call: m.Call) -> tuple[str, int, str, int]:
+    return call.group, call.number, call.operation, -1 if call.peer is None else call.peer
 
 
 def _all(alike: Sequence[Sequence[int]], calls: Mapping[int, m.Call]) -> str:

@@ -95,7 +95,7 @@ class Stalls:
                 text += f": {verdict.why}"
             if (early := event_lines.returned_early(assignment, job.nodes)) is not None:
                 text += f": {early.text}"
-            return [Finding("stall", assignment.places[0].node, None, None, text, source="leader")]
+            return [_stall(assignment, text)]
         return late
 
     def _slots(self, assignment: m.Assignment) -> Iterator[tuple[int, m.Place, m.SlotState]]:
@@ -148,21 +148,23 @@ class Stalls:
 
         A rank that runs may have its reasons, an evaluation or a save of which it has not said anything: it
         is named. One that sleeps where others wait for it is replaced; where that brings no step it was no
-        reason, and nothing is done until the longest stall is over.
+        reason, and nothing is done until the longest stall is over. Where all others have returned from the
+        script and one waits for them, nothing else can help: all try again, soon, as often as it is of use.
         """
-        if self.job.stage != "running" or self._replaced >= step or now - self._looked_s < LOOK_S:
+        # Where the last step was restored nobody makes another one: a generation runs from the first one on.
+        if self.job.stage not in ("running", "restoring") or now - self._looked_s < LOOK_S:
             return [], None
         # Not at each report: of many ranks all are looked at.
         self._looked_s = now
-        still: dict[int, m.Still] = {}
-        training: list[tuple[int, m.Place, m.SlotState]] = []
-        for rank, place, slot in self._slots(assignment):
-            if slot.phase != "restored" or slot.still is None or not slot.still.late:
-                return [], None
-            still[rank] = slot.still
-            training.append((rank, place, slot))
-        verdict = hangs.judge(still)
-        if len(still) < len(assignment.places) or self._excused(training, now):
+        slots = [*self._slots(assignment)]
+        training = [one for one in slots if not event_lines.has_returned(one[2], assignment.generation)]
+        still = {
+            rank: slot.still
+            for rank, _, slot in training
+            if slot.phase == "restored" and slot.still is not None and slot.still.late
+        }
+        known = bool(still) and len(still) == len(training) and len(slots) == len(assignment.places)
+        if not known or self._excused(training, now):
             return [], None
         longest_s = max(one.longest_s for one in still.values())
         # The one that has moved last may have waited for another one at first.
@@ -171,16 +173,24 @@ class Stalls:
             for one, (_, place, _) in zip(still.values(), training, strict=True)
         )
         text = f"no step in {still_s:.1f} s, where the longest took {longest_s:.1f} s"
+        if len(still) < len(slots):
+            why = hangs.left_alone(still, len(slots) - len(still))
+            return [] if why is None else [_stall(assignment, f"{text}: {why}")], None
+        return self._suspect(assignment, still, step, text)
+
+    def _suspect(
+        self, assignment: m.Assignment, still: dict[int, m.Still], step: int, text: str
+    ) -> tuple[list[Finding], event_lines.Line | None]:
+        """Return as `late` who of all ranks holds up the others, once for each step."""
+        if self.job.stage != "running" or self._replaced >= step:
+            return [], None
+        verdict = hangs.judge(still)
         many = 2 * len(verdict.suspects) > len(still)
         if verdict.sure and not many:
             self._replaced = step
             if verdict.suspects:
                 return [*self._hung(assignment, verdict, text)], None
-            return [
-                Finding(
-                    "stall", assignment.places[0].node, None, None, f"{text}: {verdict.why}", source="leader"
-                )
-            ], None
+            return [_stall(assignment, f"{text}: {verdict.why}")], None
         if self._named >= step or not verdict.suspects:
             return [], None
         self._named = step
@@ -203,3 +213,8 @@ class Stalls:
             return None
         self._told_early = line.text
         return line
+
+
+def _stall(assignment: m.Assignment, text: str) -> Finding:
+    """Return that no rank gets on, which is no rank's fault."""
+    return Finding("stall", assignment.places[0].node, None, None, text, source="leader")

@@ -178,7 +178,7 @@ def _stops(out: object) -> bool:
 LATE_S, LONGEST_S, ALLOWED_S = 4.0, 0.5, 60.0
 WAITS = m.Call(group="0", size=3, number=8, operation="allreduce", elements=72)
 IN_SCRIPT = "f (a.py, line 3)"
-Kind = Literal["waits", "asleep", "working", "excused", "moves", "slow"]
+Kind = Literal["done", "waits", "asleep", "working", "excused", "moves", "slow"]
 
 
 def of_kind(kind: Kind) -> m.Still | None:
@@ -203,7 +203,8 @@ def stand(job: Job, *ranks: Kind) -> Heard:
     found = Heard()
     for node, kind in enumerate(ranks):
         allowed_s = ALLOWED_S if kind == "excused" else None
-        found.outputs += job.say(node, "restored", still=of_kind(kind), allowed_s=allowed_s).outputs
+        phase: m.Phase = "finished" if kind == "done" else "restored"
+        found.outputs += job.say(node, phase, still=of_kind(kind), allowed_s=allowed_s).outputs
     found.outputs += job.node.wait(LOOK_S, LOOK_S).outputs
     return found
 
@@ -276,6 +277,22 @@ def test_as_long_as_it_may_be_something_else_nothing_is_done(ranks: tuple[Kind, 
     stand(job, *ranks)
     assert m.Stop not in kinds(job.node.wait(50.0, 1.0))
     assert events(job.node.told, "hung") == []
+
+
+def test_one_that_the_others_have_returned_from_stops_all_each_time() -> None:
+    job = Job()
+    for generation in (1, 2):
+        assert job.generation == generation
+        (stop,) = [one for one in stand(job, "done", "waits", "done").orders if isinstance(one, m.Stop)]
+        assert "2 ranks have returned" in stop.reason
+        for node in (0, 2, 3, 1):
+            job.say(node, "left", frozen=True)
+        for phase in ("joined", "restored"):
+            for node in range(NODES):
+                job.say(node, phase, stepped=False)
+    assert job.stage() == "restoring", "there is no step to be made"
+    assert m.Stop not in kinds(stand(job, "done", "asleep", "done"))
+    assert m.Stop not in kinds(stand(job, "done", "waits", "moves"))
 
 
 def test_who_may_have_its_reasons_is_named_once() -> None:

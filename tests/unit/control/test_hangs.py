@@ -7,7 +7,7 @@ import random
 import pytest
 from msgspec import structs
 
-from ckptless.daemon.ckptlessd.planning.hangs import MOST_NAMED, judge
+from ckptless.daemon.ckptlessd.planning.hangs import MOST_NAMED, judge, left_alone
 from ckptless.daemon.protocol import messages as m
 from ckptless.daemon.protocol.page import FOR_AGENT
 
@@ -144,6 +144,36 @@ def test_on_a_device_the_numbers_tell_who_has_not_come() -> None:
     assert named(still(a=9), still(a=9), still(a=9)) == []
     # A pipeline of two stages: 3 is behind 2, which waits for 1 in another group.
     assert named(still(dp0=5), still(dp0=4, tp=7), still(tp=8, dp1=4), still(dp1=5)) == [1]
+
+
+def test_one_that_others_have_returned_from_waits_for_ever() -> None:
+    alone = {1: still(call(9))}
+    assert left_alone(alone, 2) == (
+        "2 ranks have returned from the training function, and never come: rank 1 in allreduce of 72 "
+        "elements, number 9 of group 0"
+    )
+    text = left_alone({0: still(call(9)), 1: still(call(4, group="3"))}, 1)
+    assert text is not None
+    assert text.startswith("a rank has returned from the training function, and never come: rank 0 in")
+
+
+@pytest.mark.parametrize(
+    "left",
+    [
+        [],
+        # It may do something of its own: save, say.
+        [still()],
+        [still(call(9)), still()],
+        # A group of those that are left; a message; a question to its agent; on a device nobody knows.
+        [still(call(9, size=2)), still(call(9, size=2))],
+        [still(call(9)), still(call(9, group="3", size=2))],
+        [still(message(0))],
+        [still(AGENT)],
+        [still(group=7)],
+    ],
+)
+def test_who_may_wait_for_another_one_or_for_itself_is_not_left_alone(left: list[m.Still]) -> None:
+    assert left_alone(dict(enumerate(left)), 1) is None
 
 
 def test_many_are_told_by_the_first_ones() -> None:
