@@ -34,6 +34,7 @@ def ended(
     absent: int = -1,
     secrets: Mapping[int, str] | None = None,
     limit_s: float = LIMIT_S,
+    mib: int = 2,
 ) -> tuple[int | None, dict[str, tuple[str, str]], list[str]]:
     """Run all but the absent one: node 0's exit code and findings, and what each has said on stderr."""
     started = []
@@ -47,7 +48,7 @@ def ended(
         }
         rate = SLOW_RATE if node == slow else RATE
         words = [sys.executable, str(STRUCK), str(rate), strikes.get(node, ""), "--pairs", "--json"]
-        words += [f"--interface={name(node)}", "--mib=2", f"--time-limit={limit_s:g}"]
+        words += [f"--interface={name(node)}", f"--mib={mib}", f"--time-limit={limit_s:g}"]
         if node != absent:
             pipe = subprocess.PIPE
             started.append(subprocess.Popen(words, env=env, stdout=pipe, stderr=pipe, text=True))
@@ -71,6 +72,14 @@ def test_a_sound_network() -> None:
     code, found, errors = ended({})
     assert (code, [*found]) == (0, ["pairs"]), found
     assert found["pairs"][1].startswith("8 of 8 are in order; medians ")
+    assert errors == [""] * NODES
+
+
+def test_too_little_time_is_no_node_s_fault() -> None:
+    """All send on when it is over."""
+    code, found, errors = ended({}, limit_s=20, mib=64)
+    assert (code, [*found]) == (1, ["pairs", "time"]), found
+    assert found["time"][1] == "0 of 8 pairs were tried to their end in the time that there was"
     assert errors == [""] * NODES
 
 

@@ -48,6 +48,8 @@ STEPS_SHARE, NODES_SHARE = 0.9, 0.75
 MEET_SHARE, TRIED_SHARE, AGAIN_SHARE = 0.4, 0.7, 0.9
 # A round has an equal part of what is left, and no less than this; of it, the pair.
 SHORTEST_ROUND_S, PAIR_SHARE = 2.0, 0.8
+# A node that is busy is late with its word; both ways of a last pair are over before all is.
+LATE_SHARE = 0.04
 # Node 0 is found by its name and the token, below the ports that kernels give away.
 FIRST_PORT, PORTS = 20_000, 10_000
 AGAIN_S, PINGS, MOST_TEXT = 0.2, 5, 300
@@ -234,12 +236,19 @@ class Node:
 
     async def _try(self, order: Try) -> Way:
         route = Route((order.address, order.port), self._place.address, order.node)
+        rtt_ms, began, cut = 0.0, None, False
         try:
             async with asyncio.timeout(order.within_s):
                 with contextlib.closing(await self._dial(route, Answer)) as link:
-                    return await probe(link, self._data)
+                    rtt_ms = await ping(link)
+                    began = time.monotonic()
+                    took_s = await send(link, self._data)
         except (OSError, CkptlessError) as error:
-            return Way(error=str(error)[:MOST_TEXT] or f"no answer in {order.within_s:.1f} s")
+            cut = isinstance(error, TimeoutError) and began is not None
+            if began is None or not cut:
+                return Way(error=str(error)[:MOST_TEXT] or f"no answer in {order.within_s:.1f} s")
+            took_s = time.monotonic() - began
+        return Way(mib_s=self._place.asked.mib / took_s, rtt_ms=rtt_ms, cut=cut)
 
     def _came(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
         self._tasks.spawn(self._take((reader, writer)))
@@ -333,7 +342,7 @@ class Node:
             return await self._try(order)
         link = self._links[dials]
         try:
-            async with asyncio.timeout(within_s):
+            async with asyncio.timeout(within_s + LATE_SHARE * self._place.asked.limit_s):
                 link.send(order)
                 said = await link.receive()
         except (OSError, CkptlessError):
@@ -343,14 +352,19 @@ class Node:
         return said if isinstance(said, Way) else Way(error=f"{self._place.names[dials]} has gone")
 
 
-async def probe(link: Link[Said], data: bytes) -> Way:
-    """Measure round trips, and how fast bytes go there. Raises OSError, CkptlessError."""
+async def ping(link: Link[Said]) -> float:
+    """Return the median of some round trips, in milliseconds. Raises OSError, CkptlessError."""
     laps = []
     for _ in range(PINGS):
         began = time.monotonic()
         link.send(Probe())
         await link.receive()
         laps.append(time.monotonic() - began)
+    return 1000 * median(laps)
+
+
+async def send(link: Link[Said], data: bytes) -> float:
+    """Send bytes there; return how long it took, in seconds. Raises OSError, CkptlessError."""
     link.send(Probe(bulk=True))
     began = time.monotonic()
     await link.send_bulk(memoryview(data))
@@ -358,11 +372,11 @@ async def probe(link: Link[Said], data: bytes) -> Way:
     took_s = time.monotonic() - began
     if await link.receive() != Answer(digest=xxhash.xxh3_64_hexdigest(data)):
         raise PeerError("what came is not what was sent")
-    return Way(mib_s=len(data) / (1 << 20) / took_s, rtt_ms=1000 * median(laps))
+    return took_s
 
 
 async def answer(link: Link[Said], said: Probe, nbytes: int) -> None:
-    """Do the other half of `probe`. Raises OSError, CkptlessError."""
+    """Do the other half of `ping`, or of `send`. Raises OSError, CkptlessError."""
     into = bytearray(nbytes if said.bulk else 0)
     await link.receive_bulk(memoryview(into))
     link.send(Answer())

@@ -20,10 +20,14 @@ FEWEST = 2
 
 
 class Way(Message, frozen=True, kw_only=True):
-    """One direction of a pair: a node dialled the other and sent, so fast; `error`: why it could not."""
+    """One direction of a pair: a node dialled the other and sent, so fast; `error`: why it could not.
+
+    `cut`: it had not sent all when its time was over, and is no faster than `mib_s`.
+    """
 
     mib_s: Measure = 0.0
     rtt_ms: Measure = 0.0
+    cut: bool = False
     error: Text = ""
 
 
@@ -76,12 +80,15 @@ def verdict(
     slow_ones = slow(tried)
     bad = {pair: both for pair, both in tried.items() if _fails(both) or pair in slow_ones}
     trips_ms = [way.rtt_ms for way in _sound(tried)]
-    text = f"{len(tried) - len(bad)} of {planned} are in order"
+    # As far as they came they are as fast as others, which were cut as well.
+    cut = [pair for pair, both in tried.items() if pair not in bad and any(way.cut for way in both)]
+    ended = len(tried) - len(cut)
+    text = f"{ended - len(bad)} of {planned} are in order"
     if trips_ms:
         text += f"; medians {usual(tried):.0f} MiB/s, round trip {median(trips_ms):.2f} ms"
     found = [Finding("pairs", "fine" if trips_ms else "broken", text)]
-    if len(tried) < planned:
-        text = f"{len(tried)} of {planned} pairs were tried in the time that there was"
+    if ended < planned:
+        text = f"{ended} of {planned} pairs were tried to their end in the time that there was"
         found.append(Finding("time", "limited", text, "raise --time-limit, or make --mib smaller"))
     found += [Finding(names[node], "broken", why, _out(names[node])) for node, why in sorted(missing.items())]
     return [*found, *_blamed(names, tried, bad)]
@@ -122,8 +129,12 @@ def _grade(bad: Mapping[Pair, Tried]) -> Grade:
 
 
 def _told(names: Sequence[str], pair: Pair, both: Tried) -> str:
-    there, back = (way.error or f"{way.mib_s:.0f} MiB/s, {way.rtt_ms:.2f} ms" for way in both)
+    there, back = (way.error or f"{_rate(way)}, {way.rtt_ms:.2f} ms" for way in both)
     return f"{names[pair[0]]} to {names[pair[1]]} {there}; back {back}"
+
+
+def _rate(way: Way) -> str:
+    return f"{'under ' if way.cut else ''}{way.mib_s:.0f} MiB/s"
 
 
 def _out(name: str) -> str:

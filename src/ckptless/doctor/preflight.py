@@ -41,7 +41,7 @@ def preflight(folders: Sequence[Path], limit_s: float) -> list[Finding]:
     parts += [(f"disk {folder}", lambda folder=folder: disk(folder)) for folder in folders]  # type: ignore[misc]
     parts += [("processor", lambda: product("cpu"))]
     findings = [_tried(name, part, limit_s) for name, part in parts]
-    return [*findings, *(_tried(name, part, limit_s) for name, part in _devices(limit_s))]
+    return [*findings, *_devices(limit_s)]
 
 
 def _tried(name: str, part: Part, limit_s: float) -> Finding:
@@ -143,8 +143,8 @@ def _send_to(address: str) -> None:
         raise Wrong(f"what was sent to {address} is not what came")
 
 
-def _devices(limit_s: float) -> Iterator[tuple[str, Part]]:
-    """Return the devices that torch sees, each with its part."""
+def _devices(limit_s: float) -> Iterator[Finding]:
+    """Try each device that torch sees; where looking for them hangs or fails, that is broken itself."""
     found: list[str] = []
 
     def look() -> str:
@@ -153,9 +153,12 @@ def _devices(limit_s: float) -> Iterator[tuple[str, Part]]:
         found.extend(f"cuda:{index}" for index in range(torch.cuda.device_count()))
         return ""
 
-    if _tried("devices", look, limit_s).grade == "fine":
+    looked = _tried("devices", look, limit_s)
+    if looked.grade == "broken":
+        yield looked
+    elif looked.grade == "fine":
         for device in found:
-            yield device, lambda device=device: product(device)  # type: ignore[misc]
+            yield _tried(device, lambda device=device: product(device), limit_s)  # type: ignore[misc]
 
 
 def product(device: str) -> str:

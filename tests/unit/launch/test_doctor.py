@@ -11,6 +11,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
 from click.testing import CliRunner
 from msgspec.structs import asdict
 
@@ -282,6 +283,20 @@ def test_what_hangs_or_cannot_be_written_is_broken(tmp_path: Path, monkeypatch: 
         "network": "no answer in 20 s",
         f"disk {tmp_path}": "[Errno 30] Read-only file system",
     }
+
+
+@pytest.mark.usefixtures("small")
+def test_a_driver_that_cannot_say_which_devices_there_are_is_broken(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def fails() -> int:
+        raise RuntimeError("no CUDA-capable device is detected")
+
+    monkeypatch.setattr(torch.cuda, "device_count", fails)
+    code, found = tried("--folder", str(tmp_path))
+    assert (code, found["devices"]["text"]) == (2, "no CUDA-capable device is detected")
+    monkeypatch.setattr(torch.cuda, "device_count", lambda: 0)
+    assert "devices" not in tried("--folder", str(tmp_path))[1]
 
 
 def test_a_folder_that_is_not_there_is_a_mistake() -> None:

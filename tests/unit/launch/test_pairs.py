@@ -59,6 +59,21 @@ def test_each_node_has_log_n_partners(nodes: int) -> None:
 # -------------------------------------------------------------------------------------- the verdict
 
 
+def test_where_all_are_cut_there_was_too_little_time() -> None:
+    cut = Way(mib_s=90, rtt_ms=0.1, cut=True)
+    found = verdict(["a", "b", "c"], {(0, 1): (cut, cut), (0, 2): (cut, way(100)), (1, 2): USUAL}, {}, 3)
+    assert [(one.about, one.grade) for one in found] == [("pairs", "fine"), ("time", "limited")]
+    assert found[0].text.startswith("1 of 3 are in order")
+    assert found[1].text == "1 of 3 pairs were tried to their end in the time that there was"
+
+
+def test_one_that_is_cut_where_others_are_not_is_slow() -> None:
+    cut = Way(mib_s=9, rtt_ms=0.1, cut=True)
+    found = verdict(["a", "b", "c"], {(0, 1): (way(100), cut), (0, 2): USUAL, (1, 2): USUAL}, {}, 3)
+    assert [(one.about, one.grade) for one in found] == [("pairs", "fine"), ("link a - b", "limited")]
+    assert "a to b 100 MiB/s, 0.10 ms; back under 9 MiB/s, 0.10 ms" in found[1].text
+
+
 def judged(
     nodes: int,
     odd: Mapping[Pair, Tried],
