@@ -35,6 +35,10 @@ GROUPS: Mapping[str, Mapping[str, Meaning]] = {
     },
     "Faults of a rank": {
         "raised": Meaning("A rank's training function raised. It is called again in the same process", _LOG),
+        "refused": Meaning(
+            "Before the first step a rank raised a sentence of ckptless's own. The job ends with it at once",
+            "The sentence says what to change",
+        ),
         "died": Meaning(
             "A rank's process has ended, by a signal or by itself. The rank gets a new one, then a spare",
             f"{_LOG}; SIGKILL without a cause is most often the kernel, for memory: see dmesg there",

@@ -71,6 +71,7 @@ class Limits(Value, frozen=True, kw_only=True):
     between; the last budget is for what comes again and again with steps in between.
 
     rung        answers                          budget                            over it
+    none        a rank refused, no step yet      none                              the job fails
     in-process  a rank raised                    `raise_tries` in a row            process
                 a collective broke, no step      `process_tries` in a row          the job fails
     process     a rank raised again              1 more in a row                   the job fails
@@ -217,7 +218,7 @@ state goes on (what it has built it cannot build again); or none, since it was c
 class Cause(Clipped, Value, frozen=True, kw_only=True):
     """The reason why a rank left or ended.
 
-    kind: stop, raised, no-state, no-memory, no-room, broken, hung, died, renewed.
+    kind: stop, raised, refused, no-state, no-memory, no-room, broken, hung, died, renewed.
     """
 
     kind: Word

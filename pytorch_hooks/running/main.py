@@ -16,14 +16,14 @@ import torch
 
 from ckptless.daemon.protocol import log
 from ckptless.daemon.protocol import messages as m
-from ckptless.daemon.protocol.errors import NoRoomError, StateUnavailableError, UsageError
+from ckptless.daemon.protocol.errors import NoRoomError, RecoveryError, StateUnavailableError, UsageError
 from ckptless.pytorch_hooks import env
 from ckptless.pytorch_hooks.agent_session.session import Session
 from ckptless.pytorch_hooks.commit.cadence import Cadence, checked
 from ckptless.pytorch_hooks.commit.copying import Wanted, checked_overlap
 from ckptless.pytorch_hooks.devices import accelerator
 from ckptless.pytorch_hooks.elastic.exact import Exact
-from ckptless.pytorch_hooks.errors import CollectiveFailed, DeviceLost, GenerationEnded
+from ckptless.pytorch_hooks.errors import CollectiveFailed, DeviceLost, GenerationEnded, TorchMismatch
 from ckptless.pytorch_hooks.process_groups.groups import ProcessGroups
 from ckptless.pytorch_hooks.running import rehearsing, standalone
 from ckptless.pytorch_hooks.running.training import COLLECTIVE_TIMEOUT, Run
@@ -33,6 +33,8 @@ from ckptless.pytorch_hooks.state import rng
 logger = logging.getLogger(__name__)
 
 CAUSE_LIMIT = 500
+# What somebody has to mend: before the first step, where nothing is lost yet, it is not tried again.
+REFUSALS = (UsageError, RecoveryError, TorchMismatch)
 # How long a process that died may hold its device's memory.
 MEMORY_DEADLINE_S = 10.0
 # The exit code of a rank whose device is lost: sysexits(3) EX_OSERR.
@@ -326,6 +328,8 @@ class _Worker:
         """Return the word for what a script has raised; of memory that a device lacks, once there is more."""
         if isinstance(error, StateUnavailableError):
             return "no-state"
+        if isinstance(error, REFUSALS) and self._run.begins:
+            return "refused"
         built = part.restore_step is None or self._run.has_state
         if not isinstance(error, torch.OutOfMemoryError) or built:
             return "raised"

@@ -258,6 +258,11 @@ class Run:
         return self._built is None and self._assigned.restore_step is not None
 
     @property
+    def begins(self) -> bool:
+        """Whether the job has made no step yet, so that nothing is lost where it ends."""
+        return not self._assigned.restore_step and (not self._has_state or self._step == self._built_at)
+
+    @property
     def has_state(self) -> bool:
         """Whether `keep` has given the state in this generation."""
         return self._has_state

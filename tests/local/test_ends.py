@@ -67,6 +67,54 @@ def test_a_rank_that_dies_every_time(tmp_path: Path) -> None:
         assert "SIGKILL" in str(job.ledger().jobs[0].reason)
 
 
+REFUSED = """
+import sys, torch, ckptless
+who, where = sys.argv[1:]
+
+def train(run):
+    def build():
+        print("built", run.rank)
+        if where == "build" and who in ("all", str(run.rank)):
+            return "no State"
+        torch.manual_seed(0)
+        model = torch.nn.Linear(1, 1)
+        return ckptless.State(model=model, optimizer=torch.optim.SGD(model.parameters(), lr=0.1))
+
+    state = run.keep(build)
+    for _ in range(3):
+        state.model(torch.ones(1)).sum().backward()
+        state.optimizer.step()
+        state.optimizer.zero_grad()
+        if where == "commit" and who in ("all", str(run.rank)):
+            state.model(torch.ones(1)).sum().backward()
+        run.commit()
+
+ckptless.run(train)
+"""
+
+
+@pytest.mark.parametrize(
+    ("where", "who", "words"),
+    [
+        ("build", "all", "must return a State"),
+        ("build", "1", "must return a State"),
+        ("commit", "all", "has a gradient"),
+    ],
+)
+def test_what_is_refused_before_the_first_step_is_said_once(
+    tmp_path: Path, where: str, who: str, words: str
+) -> None:
+    with Job(tmp_path / "run", ["--nodes", 2, "--spares", 1], [script(tmp_path, REFUSED), who, where]) as job:
+        job.ended(1)
+        (row,) = job.ledger().jobs
+        assert "raised UsageError: " in str(row.reason)
+        assert words in str(row.reason)
+        assert str(row.reason) in job.stderr
+        assert len(job.ledger().generations) == 1, job.story()
+        assert {one.kind for one in job.ledger().faults} - {"broken"} == {"refused"}, job.story()
+        assert (job.state_dir / "node-1/logs/rank-00001.log").read_text().count("built 1\n") <= 1
+
+
 @pytest.mark.parametrize(
     ("text", "code", "words"),
     [

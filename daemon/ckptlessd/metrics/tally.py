@@ -25,7 +25,8 @@ DELAY_S = (0.01, 0.05, 0.1, 0.25, 0.5, 1.0, 2.5)
 # Kinds of faults. An agent, which is its user's, may tell of others: together they are one more.
 FAULTS = frozenset(
     (
-        *("raised", "no-state", "no-memory", "no-room", "broken", "hung", "died", "renewed", "node-lost"),
+        *("raised", "refused", "no-state", "no-memory", "no-room"),
+        *("broken", "hung", "died", "renewed", "node-lost"),
         *("stall", "twins-differ", "silent-corruption", "nccl-unknown"),
     )
 )

@@ -44,7 +44,7 @@ def fault_line(fault: Finding, nodes: Mapping[int, NodeView]) -> Line:
         pid=fault.pid,
         signal=ended_by if fault.kind in ("died", "hung") else None,
         exit_code=code if code is not None and code >= 0 else None,
-        error=one_line(fault.detail) if fault.kind == "raised" else None,
+        error=one_line(fault.detail) if fault.kind in ("raised", "refused") else None,
     )
     place = [] if fault.slot is None else [f"slot {fault.slot}"]
     place += [] if fault.pid is None else [f"pid {fault.pid}"]
@@ -67,7 +67,7 @@ def cause_text(fault: Finding, nodes: Mapping[int, NodeView]) -> str:
 def _what(fault: Finding) -> str:
     detail = one_line(fault.detail)
     match fault.kind:
-        case "raised":
+        case "raised" | "refused":
             return f"raised {detail}"
         case "died":
             return detail or "died"

@@ -223,6 +223,8 @@ def _answer_all(now: Situation) -> _Answers:
         if fault.finding.kind == "no-room":
             reason = one_line(fault.finding.detail)
             raise NoPlanError(Outcome(state="failed", exit_code=EXIT_USAGE, reason=reason, why="no-room"))
+        if fault.finding.kind == "refused":
+            raise NoPlanError(_script_failed(fault.finding, f"raised {fault.finding.detail}", 1))
         if fault.finding.source == "drill" and fault.finding.kind != "node-lost":
             _answer_drill(fault.finding, answers)
         else:

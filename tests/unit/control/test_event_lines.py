@@ -62,6 +62,7 @@ NODES = {0: view(0), 1: view(1)}
             "hung",
             {"signal": "SIGKILL"},
         ),
+        ("refused", "UsageError: x", None, "raised UsageError: x", "refused", {"error": "UsageError: x"}),
         ("silent-corruption", "shard 0", None, "has other tensors than its twins: shard 0", "corrupt", {}),
         ("no-state", "nobody", None, "did not get its state: nobody", "no-state", {}),
         ("no-memory", "x", None, "did not get its device's memory: x", "no-memory", {}),

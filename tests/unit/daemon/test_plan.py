@@ -80,6 +80,22 @@ def test_a_node_without_room_ends_the_job_at_once_whatever_else_there_is() -> No
     assert error.value.outcome == m.Outcome(state="failed", exit_code=2, reason=sentence, why="no-room")
 
 
+@pytest.mark.parametrize("order", [1, -1])
+def test_what_is_refused_ends_the_job_at_once_with_its_sentence(order: int) -> None:
+    died = fault("died", 1, exit_code=-9, detail="was ended by SIGKILL")
+    faults = [fault("refused", detail="UsageError: leave it out"), died][::order]
+    with pytest.raises(plan.NoPlanError) as error:
+        plan.next_assignment(situation(faults))
+    assert error.value.outcome == m.Outcome(
+        state="failed",
+        exit_code=1,
+        reason="rank 0 raised UsageError: leave it out",
+        why="script",
+        rank=0,
+        node=0,
+    )
+
+
 def corrupt(node: int, *, odd: bool = False) -> Fault:
     return fault("silent-corruption", node, detail="shard 0, step 8: ranks differ", odd=odd)
 
