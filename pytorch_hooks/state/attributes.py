@@ -8,7 +8,7 @@ is left alone. Classes of torch itself say everything in their state, and are no
 
 import random
 from collections import deque
-from collections.abc import Callable, Container, Iterable, Iterator, Mapping
+from collections.abc import Callable, Collection, Container, Iterable, Iterator, Mapping
 from types import FunctionType, MethodType, ModuleType
 from typing import Any
 
@@ -28,6 +28,8 @@ _PATCHED = frozenset({"step", "grad_scale", "found_inf"})
 _OPAQUE = (type, FunctionType, MethodType, ModuleType, torch.nn.Module, torch.Generator, torch.dtype)
 DEPTH = 12
 _SMALL = 256
+# Bytes of a tensor up to which a copy of them is had sooner than a view.
+_COPIED = 16 << 10
 MANY = 10_000
 """Items of a container up to which it is seen that one of them has changed."""
 _PLAIN = (bool, int, float, complex, str, bytes, type(None))
@@ -54,6 +56,8 @@ class Attributes:
         self._changed: dict[str, set[str]] = {}
         # How each attribute looked when it was packed last, and what that gave.
         self._packed: dict[str, dict[str, tuple[Any, bytes | None]]] = {}
+        # Those that had changed the last time: they are packed without a look, which would take as long.
+        self._lively: dict[str, set[str]] = {}
 
     def begin(self, names: Callable[[], Mapping[int, str]]) -> None:
         """Remember what was built, the first time; `names` are those of tensors that are saved elsewhere."""
@@ -63,16 +67,25 @@ class Attributes:
 
     def _pack(self, name: str, one: Any, names: Mapping[int, str]) -> dict[str, bytes]:
         """Pack all attributes that can be packed; what looks as it did is not packed again."""
-        old, new = self._packed.get(name, {}), self._packed.setdefault(name, {})
+        known, lively = self._packed.setdefault(name, {}), self._lively.setdefault(name, set())
         only = self._changed[name] if isinstance(one, torch.nn.Module) else None
         but = self._left_alone.get(name, ())
         for key, value in own(one):
-            if key not in but and (only is None or key in only):
-                look = look_at(value, names)
-                if key not in old or old[key][0] != look:
-                    new[key] = look, packed(value, names)
+            if key in but or not (only is None or key in only):
+                continue
+            looked, before = known.get(key, (None, None))
+            data = packed(value, names) if key in lively else None
+            if data is not None and data != before:
+                known[key] = None, data
+                continue
+            lively.discard(key)
+            now = look_at(value, names)
+            if now != looked:
+                if looked is not None:
+                    lively.add(key)
+                known[key] = now, data or packed(value, names)
         living = dict(fields(one))
-        return {key: data for key, (_look, data) in new.items() if data is not None and key in living}
+        return {key: data for key, (_look, data) in known.items() if data is not None and key in living}
 
     def check_large(self, names: Mapping[int, str]) -> None:
         """Raise UsageError where something has changed that is too large to be looked at in each commit."""
@@ -173,13 +186,18 @@ def look_at(value: Any, names: Mapping[int, str], depth: int = 0) -> Any:
     if isinstance(value, (dict, list, tuple, deque)):
         if len(value) > MANY or depth > DEPTH:
             return _Same(value), len(value)
-        items = value.items() if isinstance(value, dict) else value
-        return type(value), [look_at(item, names, depth + 1) for item in items]
+        items = value.values() if isinstance(value, dict) else ()
+        return type(value), _look_at_each(value, names, depth), _look_at_each(items, names, depth)
     if isinstance(value, (set, frozenset)):
         return _Same(value), frozenset(value) if len(value) <= MANY else len(value)
     if is_array(value) and codec.is_plain_array(value):
         return _Same(value), xxhash.xxh3_64_intdigest(value.tobytes()) if value.nbytes <= LIMIT else 0
     return (type(value), value) if type(value) in _PLAIN else _Same(value)
+
+
+def _look_at_each(items: Collection[Any], names: Mapping[int, str], depth: int) -> Any:
+    plain = codec.encode_plain(items)
+    return [look_at(item, names, depth + 1) for item in items] if plain is None else plain
 
 
 def _is_large(value: Any, depth: int) -> bool:
@@ -253,10 +271,12 @@ def fields(one: Any) -> Iterator[tuple[str, Any]]:
 
 def _written(tensor: torch.Tensor) -> int:
     """A digest, since writes by `.data` are not counted; of what could not be saved anyway, their count."""
-    if raw.why_not(private.local(tensor)) or tensor.numel() * tensor.element_size() > LIMIT:
+    part = private.local(tensor)
+    if raw.why_not(part) or tensor.nbytes > LIMIT:
         return private.version(tensor)
-    flat = raw.flat(private.local(tensor))
-    return xxhash.xxh3_64_intdigest(raw.window(flat))
+    if part.nbytes > _COPIED and raw.lies_here(part):
+        return xxhash.xxh3_64_intdigest(raw.window(part))
+    return xxhash.xxh3_64_intdigest(raw.to_bytes(part))
 
 
 def own(one: Any) -> Iterator[tuple[str, Any]]:
@@ -333,6 +353,8 @@ def _tree(value: Any, names: Mapping[int, str], depth: int = 0) -> Any:
     if isinstance(value, torch.Tensor):
         known = names.get(id(value))
         return Ref(known) if known is not None else value
+    if isinstance(value, (list, tuple)) and codec.are_plain(value):
+        return [*value] if isinstance(value, list) else value
     if isinstance(value, dict):
         return {_tree(k, names, depth + 1): _tree(v, names, depth + 1) for k, v in value.items()}
     if isinstance(value, deque):

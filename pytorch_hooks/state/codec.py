@@ -49,6 +49,7 @@ _BIGINT, _STR, _TUPLE, _DICT, _SET, _FROZENSET, _COUNTER, _ORDERED, _DEQUE = ran
 _ARRAY, _SCALAR, _TENSOR, _DTYPE, _SIZE, _REF, _TENSOR_APART, _ARRAY_APART = range(10, 18)
 _NUMPY_DTYPE = re.compile(r"[<>|][biufc][0-9]{1,2}")
 _PLAIN = frozenset({type(None), bool, float, bytes})
+_PLAIN_OR_CHECKED = frozenset({*_PLAIN, int, str})
 # What a malformed payload can make msgspec, numpy, torch or a constructor below raise.
 _MALFORMED = (
     msgspec.DecodeError,
@@ -179,6 +180,21 @@ def unpack(payload: bytes | memoryview) -> Any:
     return _UNPACKER.unpack(payload)
 
 
+def are_plain(values: Collection[Any]) -> bool:
+    """Whether there are numbers, words and bytes only."""
+    return {*map(type, values)} <= _PLAIN_OR_CHECKED
+
+
+def encode_plain(values: Collection[Any]) -> bytes | None:
+    """Encode numbers, words and bytes at once, to be compared; None where anything else is among them."""
+    if not are_plain(values):
+        return None
+    try:
+        return _ENCODER.encode([*values])
+    except (OverflowError, UnicodeEncodeError):
+        return None
+
+
 def encode_apart(value: object, *, name: str = "batch") -> Encoded:
     """Encode a tree; large arrays are not copied, so it must not change before it is written.
 
@@ -295,7 +311,8 @@ class _Packer:
             self.apart.append((raw.window(plain), plain))
             return _ext(_TENSOR_APART, [name, shape])
         leaf = value.requires_grad and value.is_leaf
-        return _ext(_TENSOR, [name, shape, value.device.type, leaf, raw.to_bytes(value)])
+        device = "cpu" if value.is_cpu else value.device.type
+        return _ext(_TENSOR, [name, shape, device, leaf, raw.to_bytes(value)])
 
     def on_its_way(self, value: _OnItsWay, _at: _At) -> Any:
         name, shape = raw.NAMES[value.copy.dtype], list(value.copy.shape)

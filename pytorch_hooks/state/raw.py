@@ -19,8 +19,13 @@ NAMES: dict[torch.dtype, str] = {dtype: name for name, dtype in DTYPES.items()}
 """The names of `DTYPES`, by type."""
 
 
+_STOCK = frozenset({torch.Tensor, torch.nn.Parameter})
+
+
 def why_not(tensor: torch.Tensor) -> str | None:
     """Say what keeps a tensor (any shape, dtype, device) from being saved; None if nothing does."""
+    if type(tensor) in _STOCK and tensor.is_cpu and tensor.layout is torch.strided and tensor.dtype in NAMES:
+        return None
     if hasattr(tensor, "materialize"):
         return "it is not initialised yet: run one forward pass first"
     if tensor.is_meta:
@@ -32,6 +37,18 @@ def why_not(tensor: torch.Tensor) -> str | None:
     if tensor.dtype not in NAMES:
         return f"its dtype is {tensor.dtype}"
     return None
+
+
+def lies_here(tensor: torch.Tensor) -> bool:
+    """Whether a tensor's bytes lie on the CPU, one after the other, as they would be saved."""
+    return (
+        type(tensor) in _STOCK
+        and tensor.is_cpu
+        and tensor.layout is torch.strided
+        and tensor.is_contiguous()
+        and not tensor.is_conj()
+        and not tensor.is_neg()
+    )
 
 
 def window(tensor: torch.Tensor) -> memoryview:
@@ -55,6 +72,9 @@ def flat(tensor: torch.Tensor) -> torch.Tensor:
 
 def to_bytes(tensor: torch.Tensor) -> bytes:
     """Copy out the bytes of a dense tensor (any shape, dtype of `DTYPES`, device), in row-major order."""
+    if lies_here(tensor):
+        # Of a small tensor half a dozen operations take longer than its bytes.
+        return ctypes.string_at(tensor.data_ptr(), tensor.nbytes)
     plain = tensor.detach().resolve_conj().resolve_neg().cpu().contiguous()
     return bytes(window(plain))
 

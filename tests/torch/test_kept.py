@@ -45,6 +45,7 @@ class Own(Framework):
         self.rows: dict[str, Any] = {"train": defaultdict(list)}
         self.teacher = torch.nn.Linear(1, 1)
         self.path = "mine"
+        self.numbers: list[Any] = []
         self.meter = SimpleNamespace(n=0)
 
     def step(self, number: int) -> None:
@@ -102,6 +103,61 @@ def test_a_number_that_its_class_begins_with_goes_back_twice() -> None:
     del own.count
     kept.load_state_dict(saved)
     assert own.count == 0
+
+
+def test_each_change_is_seen_whatever_it_looks_like_and_how_often_it_comes() -> None:
+    """Also where what changed in the step before is not looked at first."""
+    own, kept = made()
+    own.numbers = [0.0, 1, "a"]
+    kept.state_dict()
+
+    def saved() -> Any:
+        return kept.state_dict()["one"][0]
+
+    seen = []
+    for value in (-0.0, float("nan"), 0.0, 0, False, None, "0", b"0", 2**70, "\ud800", (0,), 0.0):
+        own.numbers[0] = value
+        seen.append(saved()["numbers"])
+        # Twice the same: from now on it is looked at again.
+        assert saved()["numbers"] == seen[-1]
+        assert saved()["numbers"] == seen[-1]
+    assert len({*seen}) == len(seen) - 1
+    assert seen[-1] == seen[2]
+    own.shadow = {"a": torch.zeros(3)}
+    tensors = [saved()["shadow"]]
+    for number in range(6):
+        # Torch does not count it.
+        own.shadow["a"].data[1] = number // 2 + 1
+        tensors.append(saved()["shadow"])
+    assert [tensors.index(one) for one in tensors] == [0, 1, 1, 3, 3, 5, 5]
+    kept.load_state_dict({"one": ({"shadow": tensors[1]}, [])})
+    assert own.shadow["a"].tolist() == [0.0, 1.0, 0.0]
+    assert saved()["shadow"] == tensors[1]
+
+
+@pytest.mark.parametrize(
+    "tensor",
+    [
+        torch.arange(6.0).reshape(2, 3).t(),
+        torch.arange(6.0)[1:4],
+        torch.zeros(0),
+        torch.tensor([1 + 2j]).conj(),
+        torch.tensor([1 + 2j]).conj().imag,
+        torch.ones(5, dtype=torch.bfloat16, requires_grad=True),
+        torch.ones(9000),
+    ],
+)
+def test_tensors_of_any_shape_are_seen_to_change_and_go_back(tensor: torch.Tensor) -> None:
+    own, kept = made()
+    own.shadow = {"a": tensor}
+    before = kept.state_dict()["one"][0]["shadow"]
+    assert kept.state_dict()["one"][0]["shadow"] == before
+    was = tensor.detach().clone()
+    with torch.no_grad():
+        tensor.mul_(2).add_(1)
+    assert (kept.state_dict()["one"][0]["shadow"] == before) == (tensor.numel() == 0)
+    kept.load_state_dict({"one": ({"shadow": before}, [])})
+    assert torch.equal(own.shadow["a"], was)
 
 
 def test_what_an_own_state_dict_tells_is_not_saved_twice() -> None:
