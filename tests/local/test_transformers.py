@@ -32,11 +32,41 @@ VARIANTS: dict[str, dict[str, Any]] = {
         "gradient_accumulation_steps": 1,
         "save_strategy": "steps",
         "save_steps": 5,
+        "load_best_model_at_end": True,
         "metric_for_best_model": "eval_loss",
         # It gets smaller, which here is worse: the training stops early.
         "greater_is_better": True,
         "eval_on_start": True,
     },
+}
+
+BEST = {
+    "save_strategy": "steps",
+    "save_steps": 4,
+    "eval_steps": 4,
+    "load_best_model_at_end": True,
+    "metric_for_best_model": "eval_loss",
+    "save_total_limit": 2,
+}
+LENGTHS, METRICS = {"LENGTHS": "1"}, {"METRICS": "1"}
+# More of its arguments, each with what the script is told beside them.
+ARGUMENTS: dict[str, tuple[dict[str, Any], dict[str, str]]] = {
+    "lengths": ({"train_sampling_strategy": "group_by_length"}, LENGTHS),
+    "rebalance": ({"train_sampling_strategy": "batch_rebalance"}, LENGTHS),
+    "metrics": ({"eval_steps": 3}, METRICS),
+    "checkpointing": ({"gradient_checkpointing": True}, {}),
+    "smoothing": ({"label_smoothing_factor": 0.1}, {}),
+    "best": (BEST, {}),
+    "bf16": ({"bf16": True}, {}),
+    "fp16": ({"fp16": True}, {}),
+}
+ALL = {
+    **BEST,
+    "train_sampling_strategy": "group_by_length",
+    "gradient_checkpointing": True,
+    "label_smoothing_factor": 0.1,
+    "bf16": True,
+    "dataloader_num_workers": 2,
 }
 
 
@@ -47,6 +77,19 @@ def test_a_trainer_that_is_killed_ends_as_plain_trainer_does(tmp_path: Path, var
         env["PATIENCE"] = "2"
     expected = plain(SCRIPT, tmp_path, 24, env)
     assert protected(SCRIPT, tmp_path, 24, FEW if variant != "stops" else "3:1,6:0,11:1", env) == expected
+
+
+def test_many_arguments_at_once(tmp_path: Path) -> None:
+    env = {"ARGUMENTS": json.dumps(ALL), "TOKENIZERS_PARALLELISM": "false", **LENGTHS, **METRICS}
+    assert protected(SCRIPT, tmp_path, 24, FEW, env) == plain(SCRIPT, tmp_path, 24, env)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("name", ARGUMENTS)
+def test_each_argument(tmp_path: Path, name: str) -> None:
+    arguments, more = ARGUMENTS[name]
+    env = {"ARGUMENTS": json.dumps(arguments), "TOKENIZERS_PARALLELISM": "false", **more}
+    assert protected(SCRIPT, tmp_path, 24, FEW, env) == plain(SCRIPT, tmp_path, 24, env)
 
 
 @pytest.mark.parametrize("sharded", [False, True])

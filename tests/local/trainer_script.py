@@ -2,7 +2,8 @@
 
 With PLAIN in the environment it is transformers' own Trainer. ARGUMENTS has more TrainingArguments, as JSON;
 with FSDP in it Accelerate shards on the CPU, too. With LORA a GPT-2 is frozen under adapters of peft. With
-LATE processes are killed when a step's line is written, before its commit.
+LATE processes are killed when a step's line is written, before its commit. With LENGTHS samples are of many
+lengths, with METRICS an evaluation counts, too.
 Each line of log is written with all bits, and at the end a digest of the parameters.
 """
 
@@ -36,8 +37,26 @@ class Data(torch.utils.data.Dataset[Any]):
         return 52
 
     def __getitem__(self, index: int) -> dict[str, torch.Tensor]:
-        ids = torch.randint(0, 64, (16,), generator=torch.Generator().manual_seed(index))
+        if index >= len(self):
+            raise IndexError(index)
+        length = 3 + index * 7 % 14 if "LENGTHS" in os.environ else 16
+        ids = torch.randint(0, 64, (length,), generator=torch.Generator().manual_seed(index))
         return {"input_ids": ids, "labels": ids}
+
+
+def padded(samples: list[dict[str, torch.Tensor]]) -> dict[str, torch.Tensor]:
+    """Put samples of several lengths together."""
+    pad = torch.nn.utils.rnn.pad_sequence
+    ids = [one["input_ids"] for one in samples]
+    mask = pad([torch.ones_like(one) for one in ids], batch_first=True)
+    labels = pad(ids, batch_first=True, padding_value=-100)
+    return {"input_ids": pad(ids, batch_first=True), "attention_mask": mask, "labels": labels}
+
+
+def counted(found: Any) -> dict[str, float]:
+    """Metrics of an evaluation."""
+    right = (found.predictions == found.label_ids).sum()
+    return {"loss_of_mine": float(right) + len(found.label_ids) / 100}
 
 
 class Counting(Trainer):
@@ -147,7 +166,12 @@ def make() -> Trainer:
     callbacks: list[Any] = [Tell()]
     if "PATIENCE" in os.environ:
         callbacks.append(EarlyStoppingCallback(early_stopping_patience=int(os.environ["PATIENCE"])))
-    return Counting(model=model, args=args, train_dataset=Data(), eval_dataset=Data(), callbacks=callbacks)
+    parts: dict[str, Any] = {"train_dataset": Data(), "eval_dataset": Data(), "callbacks": callbacks}
+    if "LENGTHS" in os.environ:
+        parts["data_collator"] = padded
+    if "METRICS" in os.environ:
+        parts |= {"compute_metrics": counted, "preprocess_logits_for_metrics": lambda x, _y: x.argmax(-1)}
+    return Counting(model=model, args=args, **parts)
 
 
 def finish(trainer: Any, output: Any) -> None:
