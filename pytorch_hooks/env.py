@@ -2,6 +2,7 @@
 
 import os
 from dataclasses import dataclass
+from pathlib import Path
 
 AGENT_SOCKET = "CKPTLESS_AGENT_SOCKET"
 RESUME = "CKPTLESS_RESUME"
@@ -56,3 +57,5 @@ def become(rank: int, world_size: int, group_rank: int, store: tuple[str, int], 
         # torch reads it with each communicator.
         TORCH_NCCL_RANKS_PER_ROOT=str(ranks_per_root),
     )
+    if (file := os.environ.get("TORCHELASTIC_ERROR_FILE")) is not None:
+        os.environ["TORCHELASTIC_ERROR_FILE"] = str(Path(file).with_name(f"rank-{rank:05d}.error.json"))

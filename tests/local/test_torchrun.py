@@ -17,9 +17,9 @@ DEADLINE_S = 120.0
 SCRIPT = Path(__file__).with_name("env_script.py")
 
 # What differs between any two runs, or says where torchrun's own processes talk to each other.
-THEIR_OWN = {"TORCHELASTIC_ERROR_FILE", "TORCHELASTIC_SIGNALS_TO_HANDLE"}
+THEIR_OWN = {"TORCHELASTIC_SIGNALS_TO_HANDLE"}
 OWN = {
-    *("MASTER_ADDR", "MASTER_PORT", "TORCHELASTIC_RUN_ID", "OMP_NUM_THREADS"),
+    *("MASTER_ADDR", "MASTER_PORT", "TORCHELASTIC_RUN_ID", "OMP_NUM_THREADS", "TORCHELASTIC_ERROR_FILE"),
     # Ours is served by the agent; torchrun's by rank 0 where sharing is off, as it is here.
     *("TORCHELASTIC_USE_AGENT_STORE", *THEIR_OWN),
 }
@@ -67,13 +67,14 @@ def run_script(home: Path, options: Sequence[object], words: Sequence[object]) -
 def test_the_environment_is_torchruns(tmp_path: Path) -> None:
     out = tmp_path / "out"
     out.mkdir()
+    said = ["x", "--local-rank=${local_rank}", "$local_rank $$HOME $HOME ${x} $"]
     execute(
-        ["-m", "torch.distributed.run", "--standalone", "--nproc-per-node", 2, SCRIPT, out, "x"], tmp_path
+        ["-m", "torch.distributed.run", "--standalone", "--nproc-per-node", 2, SCRIPT, out, *said], tmp_path
     )
     theirs = told(out)
     # Options that torchrun needs and ckptless-run does not are taken, and said to be of no effect.
     options = ["--standalone", "--nproc-per-node", 2, "--rdzv_backend=c10d"]
-    ours = run_script(tmp_path / "ours", options, [SCRIPT, "x"])
+    ours = run_script(tmp_path / "ours", options, [SCRIPT, *said])
     assert len(theirs) == len(ours) == 2
     for there, here in zip(theirs, ours, strict=True):
         assert set(there["env"]) - set(here["env"]) <= THEIR_OWN
@@ -81,11 +82,13 @@ def test_the_environment_is_torchruns(tmp_path: Path) -> None:
         assert {name: here["env"].get(name) for name in fixed} == fixed
         assert here["env"]["MASTER_ADDR"]
         assert here["env"]["TORCHELASTIC_USE_AGENT_STORE"] == "True"
+        assert Path(here["env"]["TORCHELASTIC_ERROR_FILE"]).parent.is_dir()
         assert 0 < int(here["env"]["MASTER_PORT"]) < 65536
         assert here["env"]["TORCHELASTIC_RUN_ID"]
         assert (here["sum"], here["ranks"]) == (there["sum"], there["ranks"]) == (3.0, ["0", "1"])
         assert here["argv"][0] == there["argv"][0]
-        assert here["argv"][2:] == there["argv"][2:] == ["x"]
+        assert here["argv"][2:] == there["argv"][2:]
+        assert here["argv"][2:4] == ["x", f"--local-rank={here['env']['LOCAL_RANK']}"]
         assert here["path"] == there["path"]
     warned = (tmp_path / "ours/stderr.txt").read_text()
     assert "--standalone is not needed" in warned
@@ -100,8 +103,13 @@ def test_a_module_on_two_nodes_that_fails_once(tmp_path: Path) -> None:
     # Of all nodes, as in a Slurm job.
     (logs,) = (tmp_path / "logs").iterdir()
     assert logs.name.startswith("ckptless-local-")
-    assert sorted(path.name for path in logs.glob("rank-*")) == [f"rank-{rank:05d}.log" for rank in range(4)]
-    assert any("fails once" in path.read_text() for path in logs.glob("rank-*"))
+    names = sorted(path.name for path in logs.glob("rank-*"))
+    assert [name for name in names if name.endswith(".log")] == [f"rank-{rank:05d}.log" for rank in range(4)]
+    # Of who is ended while it waits for rank 1 there may be one, too.
+    error = json.loads((logs / "rank-00001.error.json").read_text())["message"]
+    assert error["message"] == "RuntimeError: fails once"
+    assert "in main" in error["extraInfo"]["py_callstack"]
+    assert any("fails once" in path.read_text() for path in logs.glob("rank-*.log"))
     for rank, one in enumerate(found):
         want = {
             "RANK": rank,

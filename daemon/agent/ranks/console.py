@@ -27,6 +27,11 @@ def rank_log_path(directory: Path, rank: int) -> Path:
     return directory / f"rank-{rank:05d}.log"
 
 
+def error_path(directory: Path, rank: int) -> Path:
+    """Return where torch's `@record` writes what `rank` has raised."""
+    return directory / f"rank-{rank:05d}.error.json"
+
+
 class ConsoleOutput:
     """The agent's own standard output, shared by its ranks; writing to it never blocks.
 

@@ -9,6 +9,7 @@ import logging
 import os
 import re
 import signal
+import string
 from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
@@ -20,7 +21,7 @@ from ckptless.daemon.agent.core.agent_core import AgentCore
 from ckptless.daemon.agent.core.slots import Slot
 from ckptless.daemon.agent.ranks import stacks
 from ckptless.daemon.agent.ranks.activity import activity
-from ckptless.daemon.agent.ranks.console import ConsoleOutput, RankOutput, rank_log_path
+from ckptless.daemon.agent.ranks.console import ConsoleOutput, RankOutput, error_path, rank_log_path
 from ckptless.daemon.agent.ranks.environment import (
     AGENT_SOCKET,
     LOG_FORMAT,
@@ -115,11 +116,13 @@ class RankProcesses:
         rank = assignment.rank_at(place) if assignment is not None else None
         own = rank_env(self._config.spec, place, assignment, self.store, restarts)
         spec = SpawnSpec(
-            argv=self._config.argv,
+            argv=tuple(_filled(word, order.slot) for word in self._config.argv),
             module=self._config.module,
             env={
                 **user_env(self._config.env),
                 **own,
+                # A spare's is another rank's later: see pytorch_hooks.env.
+                "TORCHELASTIC_ERROR_FILE": str(error_path(Path(self._config.log_dir), rank or 0)),
                 RANKS_PER_ROOT: str(self.ranks_per_root(assignment)),
                 **self._hooks_env(),
             },
@@ -436,3 +439,8 @@ def describe_exit(code: int) -> str:
         known = -code in signal.Signals.__members__.values()
         return f"was ended by {signal.Signals(-code).name if known else f'signal {-code}'}"
     return f"ended with exit code {code}"
+
+
+def _filled(word: str, local_rank: int) -> str:
+    """Put the local rank where an argument has `${local_rank}`, as torchrun does."""
+    return string.Template(word).safe_substitute(local_rank=str(local_rank))

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import re
 from argparse import Action
 from collections.abc import Iterator
 from pathlib import Path
@@ -84,6 +85,14 @@ def test_there_is_no_option_of_which_nobody_has_thought() -> None:
     theirs = {action.dest for action in options()}
     assert theirs == {*SAME, *IDLE, *REFUSED}
     assert len(theirs) == len(SAME) + len(IDLE) + len(REFUSED)
+
+
+def test_the_page_has_each_of_them_in_the_order_of_torchrun_s_help() -> None:
+    page = (Path(__file__).parents[3] / "docs/torchrun.md").read_text()
+    rows = re.findall(r"^\| `--([a-z-]+)` \| ([a-z ]+) \|", page, re.MULTILINE)
+    words = {**dict.fromkeys(SAME, "the same"), **dict.fromkeys(IDLE, "no effect")}
+    words |= dict.fromkeys(REFUSED, "refused")
+    assert rows == [(one.dest.replace("_", "-"), words[one.dest]) for one in options()]
 
 
 @pytest.mark.parametrize(
