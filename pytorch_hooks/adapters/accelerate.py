@@ -51,7 +51,7 @@ class _Made:
                 "the function given to keep must return an Accelerator, then what it has prepared"
             )
         self._accelerator: Any = things[0]
-        if self._accelerator.distributed_type not in KNOWN and not self._accelerator.is_fsdp2:
+        if self._accelerator.distributed_type not in KNOWN and not _is_fsdp2(self._accelerator):
             raise UsageError(
                 f"Accelerate with {self._accelerator.distributed_type.value} is not protected by ckptless, "
                 "which knows DDP and FSDP of version 2 there: use one of these"
@@ -134,3 +134,8 @@ class _Made:
         self._accelerator.step = saved["step"]
         if self._loader is not None:
             self._loader.load_state_dict(saved["loader"])
+
+
+def _is_fsdp2(accelerator: Any) -> bool:
+    """Whether it shards by FSDP of version 2, of which old releases know nothing."""
+    return bool(getattr(accelerator, "is_fsdp2", False))

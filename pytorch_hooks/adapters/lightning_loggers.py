@@ -8,12 +8,14 @@ What that has given to TensorBoard is taken back there. wandb says nothing of wh
 from __future__ import annotations
 
 import csv
+import logging
 import os
 import re
 from pathlib import Path
 from typing import Any
 
 from lightning.pytorch.loggers import CSVLogger, MLFlowLogger, TensorBoardLogger, WandbLogger
+from lightning.pytorch.loggers.logger import DummyLogger
 
 from ckptless.pytorch_hooks.adapters import mlflow_runs
 from ckptless.pytorch_hooks.adapters.written import Line, Written, take_back
@@ -25,6 +27,9 @@ LOGGERS: dict[type, str] = {
     WandbLogger: "_id _wandb_init",
     MLFlowLogger: "tags _run_id _experiment_name _mlflow_client _prefix LOGGER_JOIN_CHAR",
 }
+
+
+logger = logging.getLogger(__name__)
 
 
 class Loggers:
@@ -49,6 +54,13 @@ class Loggers:
                 written.go_back(0, lines(one, 0))
             if (chosen or joins) and isinstance(one, CSVLogger) and trainer.is_global_zero:
                 go_on(one)
+            if trainer.is_global_zero and not isinstance(one, (*LOGGERS, DummyLogger)):
+                logger.warning(
+                    "%s does not say what it has written: lines of the step that is cut off are there twice "
+                    "where the process that logs is lost. A CSVLogger, TensorBoardLogger or MLFlowLogger has "
+                    "each once",
+                    type(one).__name__,
+                )
             self._filter(written, one)
 
     def _filter(self, written: Written, logger: Any) -> None:

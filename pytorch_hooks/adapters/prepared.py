@@ -11,9 +11,11 @@ import operator
 from collections.abc import Iterator
 from typing import Any
 
+import accelerate
 import torch
 from accelerate.data_loader import DataLoaderShard, SeedableRandomSampler, synchronize_rng_states
 from accelerate.utils import send_to_device
+from packaging.version import Version
 
 from ckptless.daemon.protocol.errors import UsageError
 
@@ -33,6 +35,11 @@ class Prepared:
     """
 
     def __init__(self, loader: Any) -> None:
+        if Version(accelerate.__version__) < Version(ACCELERATE):
+            raise UsageError(
+                f"accelerate {accelerate.__version__} is older than any that ckptless knows: use accelerate "
+                f"{ACCELERATE}"
+            )
         if not isinstance(loader, DataLoaderShard):
             raise UsageError(
                 f"{type(loader).__name__} is no loader that accelerate has prepared, or dispatches batches: "

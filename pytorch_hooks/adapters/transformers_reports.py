@@ -8,11 +8,13 @@ says nothing of what it has; others know which run it is only where the script t
 from __future__ import annotations
 
 import json
+import logging
 import os
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
+from transformers import TrainerCallback
 from transformers.integrations.integration_utils import (
     INTEGRATION_TO_CALLBACK,
     MLflowCallback,
@@ -47,6 +49,9 @@ def refuse_reporters(callbacks: list[Any]) -> None:
                     )
 
 
+logger = logging.getLogger(__name__)
+
+
 class Reports:
     """The callbacks of one Trainer that report somewhere; `committed()`: the newest committed step."""
 
@@ -59,6 +64,13 @@ class Reports:
         for one in owner.callback_handler.callbacks:
             if isinstance(one, REPORTERS):
                 self._filter(one)
+                reports = type(one).on_log is not TrainerCallback.on_log and not isinstance(one, tuple(HOOKS))
+                if reports and owner.is_world_process_zero():
+                    logger.warning(
+                        "%s does not say what it has written: lines of the step that is cut off are there "
+                        "twice where the process that reports is lost. In tensorboard or mlflow each is once",
+                        type(one).__name__,
+                    )
             job = os.environ.get("TORCHELASTIC_RUN_ID")
             if isinstance(one, WandbCallback) and job:
                 os.environ.setdefault("WANDB_RUN_ID", job)

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import importlib
+import sys
 from collections.abc import Callable
 from types import SimpleNamespace
 from typing import Any
@@ -130,3 +132,18 @@ def prepared(*, dispatched: bool = False, rng_types: Any = None) -> Any:
     model, one = accelerator.prepare(torch.nn.Linear(4, 1), loader())
     # Of one rank accelerate prepares none that dispatches.
     return accelerator, model, DataLoaderDispatcher(DATA) if dispatched else one
+
+
+def test_another_release_is_refused_where_it_is_imported(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Old ones lack what is imported."""
+    monkeypatch.setattr("accelerate.__version__", "1.14.1")
+    made = Accelerator(cpu=True).prepare(loader())
+    with pytest.raises(UsageError, match=r"accelerate 1\.14\.1 is older than any that ckptless knows"):
+        Prepared(made)
+    monkeypatch.delitem(sys.modules, adapter.__name__)
+    monkeypatch.delitem(sys.modules, Prepared.__module__)
+    monkeypatch.setitem(sys.modules, "accelerate.data_loader", None)
+    with pytest.raises(UsageError, match=r"not the one that ckptless knows .*: use accelerate 1\.15"):
+        importlib.reload(ckptless.accelerate)
+    monkeypatch.undo()
+    importlib.reload(ckptless.accelerate)

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import importlib
 import inspect
+import sys
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -125,6 +127,30 @@ def test_an_attribute_that_has_moved_is_refused(path: str, name: str) -> None:
     adapter._refuse(made)
     with pytest.raises(UsageError, match=rf"\.{name} is gone: use Lightning 2\.5 to 2\.6"):
         adapter._refuse(Without(made, path.split(".") if path else [], name))
+
+
+class Elsewhere(pl.loggers.logger.Logger):
+    """Of a service that nobody asks what it has."""
+
+    name, version = "elsewhere", "0"
+
+    def log_metrics(self, metrics: Any, step: int | None = None) -> None:
+        """Send it there."""
+
+    def log_hyperparams(self, params: Any, *args: Any, **words: Any) -> None:
+        """Send them there."""
+
+
+def test_a_logger_that_does_not_say_what_it_has_is_told_of(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    kinds = [pl.loggers.CSVLogger(tmp_path), pl.loggers.TensorBoardLogger(tmp_path)]
+    Loggers(trainer(logger=kinds), SimpleNamespace(step=0), joins=False)
+    made = trainer(logger=[Elsewhere()])
+    assert not [text for text in caplog.messages if "what it has written" in text]
+    Loggers(made, SimpleNamespace(step=0), joins=False)
+    text = caplog.messages[-1]
+    assert text.startswith("Elsewhere does not say what it has written: lines of the step that is cut off")
 
 
 def test_loggers_have_what_is_read_of_them(tmp_path: Path) -> None:
@@ -290,3 +316,13 @@ def test_each_line_is_written_once(tmp_path: Path, joins: bool, back: int, most:
     for _ in range(4 - back):
         job.step()
     assert sorted(map(repr, lines(job.logger, 0))) == sorted(map(repr, lines(plain.logger, 0)))
+
+
+def test_another_release_is_refused_where_it_is_imported(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Old ones lack what is imported."""
+    monkeypatch.delitem(sys.modules, adapter.__name__)
+    monkeypatch.setitem(sys.modules, "lightning.pytorch.loops.fetchers", None)
+    with pytest.raises(UsageError, match=r"not the one that ckptless knows .*: use Lightning 2\.5 to 2\.6"):
+        importlib.reload(ckptless.lightning)
+    monkeypatch.undo()
+    importlib.reload(ckptless.lightning)

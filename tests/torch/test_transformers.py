@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import importlib
 import inspect
+import sys
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -18,6 +20,7 @@ from transformers.integrations.integration_utils import MLflowCallback
 import ckptless.transformers
 from ckptless.daemon.protocol.errors import UsageError
 from ckptless.pytorch_hooks.adapters import transformers as adapter
+from ckptless.pytorch_hooks.adapters import transformers_reports as reports
 
 
 class Model(torch.nn.Module):
@@ -130,6 +133,22 @@ def test_what_the_accelerator_has_no_more_is_refused(tmp_path: Path, name: str) 
         adapter._refuse(made)
 
 
+def test_a_reporter_that_does_not_say_what_it_has_is_told_of(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    class Own(transformers.TrainerCallback):
+        def on_log(self, *_args: Any, **_more: Any) -> None:
+            """Report somewhere."""
+
+    monkeypatch.setattr(reports, "REPORTERS", (Own, *reports.REPORTERS))
+    made = trainer(tmp_path, arguments={"report_to": ["tensorboard"]})
+    reports.Reports(made, lambda: 0)
+    assert not caplog.messages
+    made.add_callback(Own())
+    reports.Reports(made, lambda: 0)
+    assert [text.partition(":")[0] for text in caplog.messages] == ["Own does not say what it has written"]
+
+
 def test_a_reporter_that_is_another_one_is_refused(tmp_path: Path) -> None:
     made = trainer(tmp_path, arguments={"report_to": ["tensorboard"]})
     adapter._refuse(made)
@@ -148,3 +167,13 @@ def test_numbers_of_callbacks_are_kept_and_their_objects_are_not() -> None:
     kept = adapter._plain(callback)
     assert kept["early_stopping_patience_counter"] == 2
     assert "other" not in kept
+
+
+def test_another_release_is_refused_where_it_is_imported(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Old ones lack what is imported."""
+    monkeypatch.delitem(sys.modules, adapter.__name__)
+    monkeypatch.setitem(sys.modules, "transformers.trainer_utils", None)
+    with pytest.raises(UsageError, match=r"not the one that ckptless knows .*: use transformers 5\.17 to"):
+        importlib.reload(ckptless.transformers)
+    monkeypatch.undo()
+    importlib.reload(ckptless.transformers)
