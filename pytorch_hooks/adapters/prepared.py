@@ -13,7 +13,12 @@ from typing import Any
 
 import accelerate
 import torch
-from accelerate.data_loader import DataLoaderShard, SeedableRandomSampler, synchronize_rng_states
+from accelerate.data_loader import (
+    BatchSamplerShard,
+    DataLoaderShard,
+    SeedableRandomSampler,
+    synchronize_rng_states,
+)
 from accelerate.utils import send_to_device
 from packaging.version import Version
 
@@ -57,6 +62,7 @@ class Prepared:
                 f"rng_types={loader.rng_types}: other random numbers than those of a loader's generator are "
                 "each rank's own under ckptless: leave rng_types out"
             )
+        _refuse_uneven(loader.batch_sampler)
         self.run: Any = None
         # Batches of the epoch that is under way.
         self.done = 0
@@ -99,6 +105,8 @@ class Prepared:
 
     def __iter__(self) -> Iterator[Any]:
         loader = self._loader
+        # `join_uneven_inputs` may have set it since.
+        _refuse_uneven(loader.batch_sampler)
         self._begun = True
         loader.begin()
         loader.set_epoch(loader.iteration)
@@ -126,3 +134,20 @@ class Prepared:
     def leave(self) -> None:
         """Tell accelerate that no epoch is under way, nor an evaluation: a fault may have cut them off."""
         self._loader.gradient_state.dataloader_references = [None]
+
+
+def _refuse_uneven(sampler: Any) -> None:
+    """Raise UsageError where ranks have different numbers of batches: a step is committed by all of them."""
+    if not isinstance(sampler, BatchSamplerShard) or sampler.even_batches or sampler.drop_last:
+        return
+    whole = sampler.batch_sampler
+    if sampler.split_batches:
+        data = getattr(getattr(whole, "sampler", None), "data_source", None)
+        uneven = data is None or len(data) % sampler.batch_size != 0
+    else:
+        uneven = len(whole) % sampler.num_processes != 0
+    if uneven:
+        raise UsageError(
+            "even_batches=False gives ranks different numbers of batches here, and each commits all steps: "
+            "leave it out (and join_uneven_inputs with it), or take drop_last=True"
+        )

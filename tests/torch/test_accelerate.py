@@ -14,7 +14,7 @@ import torch
 pytest.importorskip("accelerate")
 
 from accelerate import Accelerator  # where there is one
-from accelerate.data_loader import DataLoaderDispatcher, DataLoaderShard
+from accelerate.data_loader import BatchSamplerShard, DataLoaderDispatcher, DataLoaderShard
 from accelerate.state import GradientState
 
 import ckptless.accelerate
@@ -82,6 +82,35 @@ def test_a_second_loader_may_be_gone_through_between_steps_and_not_beside_them()
     run.step = 2
     with pytest.raises(UsageError, match="a second loader gives batches to the steps of the training"):
         list(beside)
+
+
+@pytest.mark.parametrize("split", [False, True])
+@pytest.mark.parametrize(
+    ("samples", "drop_last", "refused"),
+    [(20, False, True), (16, False, False), (20, True, False), (15, True, False)],
+)
+def test_ranks_with_different_numbers_of_batches_are_refused(
+    split: bool, samples: int, drop_last: bool, refused: bool
+) -> None:
+    """Also where they come to be different later."""
+    count = samples + 1 if split and refused else samples
+    data = torch.utils.data.TensorDataset(torch.zeros(count, 1))
+    whole = torch.utils.data.BatchSampler(torch.utils.data.SequentialSampler(data), 4, drop_last)
+    made = Accelerator(cpu=True).prepare(loader())
+    sampler = BatchSamplerShard(whole, 2, 0, split_batches=split)
+    shard = DataLoaderShard(data, batch_sampler=sampler)
+    shard.rng_types = made.rng_types
+    found = Prepared(shard)
+    sampler.even_batches = False
+    found.run = SimpleNamespace(batches=iter)
+    for use in (lambda: Prepared(shard), lambda: list(found)):
+        if refused:
+            with pytest.raises(
+                UsageError, match="even_batches=False gives ranks different numbers of batches"
+            ):
+                use()
+        else:
+            use()
 
 
 @pytest.mark.parametrize("name", HOOKS.split())
