@@ -64,7 +64,9 @@ class Reports:
         for one in owner.callback_handler.callbacks:
             if isinstance(one, REPORTERS):
                 self._filter(one)
-                reports = type(one).on_log is not TrainerCallback.on_log and not isinstance(one, tuple(HOOKS))
+                reports = getattr(type(one), "on_log", None) is not TrainerCallback.on_log and not isinstance(
+                    one, tuple(HOOKS)
+                )
                 if reports and owner.is_world_process_zero():
                     logger.warning(
                         "%s does not say what it has written: lines of the step that is cut off are there "
