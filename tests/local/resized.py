@@ -166,7 +166,8 @@ def made_alone(steps: int) -> tuple[Seen, ...]:
             [sys.executable, str(SCRIPT), str(steps), scratch, "ddp"],
             env={**inherited, "OMP_NUM_THREADS": "1"},
             check=True,
-            timeout=DEADLINE_S,
+            # A soak has thousands, and other runs beside it.
+            timeout=DEADLINE_S + 0.1 * steps,
         )
         found = sorted(steps_seen(Path(scratch)), key=lambda one: one.step)
     assert [one.step for one in found] == list(range(1, steps + 1))
