@@ -122,6 +122,7 @@ def test_a_module_on_two_nodes_that_fails_once(tmp_path: Path) -> None:
             "ROLE_WORLD_SIZE": 4,
             "TORCHELASTIC_RESTART_COUNT": 1,
             "TORCHELASTIC_MAX_RESTARTS": 1,
+            "TORCHELASTIC_SIGNALS_TO_HANDLE": "SIGTERM,SIGINT,SIGHUP,SIGQUIT",
         }
         assert {name: one["env"][name] for name in want} == {k: str(v) for k, v in want.items()}
         assert one["sum"] == 10.0

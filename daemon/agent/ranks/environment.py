@@ -78,4 +78,6 @@ def rank_env(
         "TORCHELASTIC_RUN_ID": spec.job,
         "TORCHELASTIC_RESTART_COUNT": str(restarts),
         "TORCHELASTIC_MAX_RESTARTS": str(spec.limits.start_tries),
+        # Those that end a job, torchrun's default.
+        "TORCHELASTIC_SIGNALS_TO_HANDLE": "SIGTERM,SIGINT,SIGHUP,SIGQUIT",
     }
