@@ -162,6 +162,11 @@ bench-faults: $(STAMP)
 bench-elastic: $(STAMP)
 	$(BIN)/python -m tests.local.bench_elastic $(ARGS)
 
+# How long training stands still when a rank moves to a spare, planned and at once. Ten minutes.
+.PHONY: bench-moves
+bench-moves: $(STAMP)
+	$(BIN)/python -m tests.local.bench_moves $(ARGS)
+
 bench-slurm: $(STAMP) slurm-packages
 	$(BIN)/python -m tests.slurm.bench $(ARGS)
 
