@@ -275,7 +275,8 @@ class AbortableWork(torch_private.Work):
     In torch 2.13 nothing wakes a thread that waits inside Gloo: cutting the sockets mostly does, but a
     blocked sender's wake-up can get lost (2 to 3 % of aborts). So nobody waits inside Gloo, but here.
     C++ (DDP's Reducer) cannot see an exception set from Python on a future: there the future completes with
-    the tensors, unreduced, and `Scope.check` is what stands before the optimizer.
+    the tensors, unreduced, and `Scope.check` is what stands before the update: when an optimizer's step
+    begins, and where that calls a closure for its gradients, after that.
     """
 
     def __init__(

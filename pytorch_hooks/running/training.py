@@ -160,13 +160,16 @@ class Run:
         register_optimizer_step_pre_hook(self._before_update)
         register_optimizer_step_post_hook(self._after_update)
 
-    def _before_update(self, _optimizer: object, _args: object, _kwargs: object) -> None:
+    def _before_update(
+        self, _optimizer: object, args: tuple[Any, ...], kwargs: dict[str, Any]
+    ) -> gradients.StepArguments | None:
         self._page.enter(OPTIMIZER)
         # No update with gradients of a generation that is over.
         self._groups.check()
         began = time.monotonic()
         self._copying.before_update()
         self._cadence.meter.held_up(time.monotonic() - began)
+        return gradients.with_checked_closure(args, kwargs, self._groups.check)
 
     def _after_update(
         self, optimizer: torch.optim.Optimizer, args: tuple[Any, ...], kwargs: dict[str, Any]

@@ -4,9 +4,9 @@ A version has no gradients. Of one that an optimizer has used only its presence 
 is zero, as after `zero_grad(set_to_none=False)`.
 """
 
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
 from functools import partial
-from typing import Any
+from typing import Any, TypeAlias
 
 import torch
 
@@ -23,6 +23,9 @@ _COMMITTED = "_ckptless_committed"
 # On a parameter that is looked at: whether a backward pass has added to a gradient that a commit has seen.
 _WATCHED = "_ckptless_carried"
 
+StepArguments: TypeAlias = tuple[tuple[Any, ...], dict[str, Any]]
+"""Those of an optimizer's step, the optimizer first, as torch gives them to hooks."""
+
 
 def mark_used(optimizer: torch.optim.Optimizer, *_arguments: Any) -> None:
     """Note that an optimizer's step has used its gradients as they are (some 0.3 µs for each)."""
@@ -31,6 +34,27 @@ def mark_used(optimizer: torch.optim.Optimizer, *_arguments: Any) -> None:
             grad = parameter.grad
             if grad is not None:
                 grad.__dict__[_USED] = _counts(grad)
+
+
+def with_checked_closure(
+    args: tuple[Any, ...], kwargs: dict[str, Any], check: Callable[[], None]
+) -> StepArguments | None:
+    """Return the arguments of an optimizer's step, with `check` after each call of a closure among them.
+
+    That computes the gradients within the step (Lightning's do, and LBFGS's), after what was checked before
+    it. None: there is no closure.
+    """
+    named = "closure" in kwargs
+    given = kwargs["closure"] if named else args[1] if len(args) > 1 else None
+    if not callable(given):
+        return None
+
+    def closure() -> Any:
+        loss = given()
+        check()
+        return loss
+
+    return (args, {**kwargs, "closure": closure}) if named else ((args[0], closure, *args[2:]), kwargs)
 
 
 def watch_steps(state: State) -> None:

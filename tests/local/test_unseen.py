@@ -52,9 +52,19 @@ def same(home: Path, kind: str, faults: Sequence[Fault], steps: int = STEPS) -> 
         assert set(found.losses) == set(clean(kind, steps))
 
 
-KINDS = ("handwritten", "grouped", "listed", "container", "fsdp-container", "ema", "extra", "talking")
+KINDS = (
+    "handwritten",
+    "grouped",
+    "listed",
+    "container",
+    "fsdp-container",
+    "ema",
+    "extra",
+    "talking",
+    "closure",
+)
 # One of each thing that is taken another way; the others are `slow`.
-FEW = ("listed", "fsdp-container", "extra", "talking")
+FEW = ("listed", "fsdp-container", "extra", "talking", "closure")
 
 
 @pytest.mark.parametrize("kind", [k if k in FEW else pytest.param(k, marks=pytest.mark.slow) for k in KINDS])

@@ -287,15 +287,25 @@ def train(run: Any) -> None:
         if run.step >= STEPS:
             break
         strike(run, "forward")
-        y = x + 0.1 * torch.randn_like(x)
-        for number, part in enumerate(held):
-            y = torch.relu(part(y)) if len(held) > 1 and not number else part(y)
-        loss = (y - x).square().mean()
-        if KIND == "ema":
-            loss = loss + state.ema.shadow[0].square().mean()
-        strike(run, "backward")
-        loss.backward()
-        optimizer.step()
+        noise = 0.1 * torch.randn_like(x)
+
+        def gradients(x: torch.Tensor = x, noise: torch.Tensor = noise) -> torch.Tensor:
+            y = x + noise
+            for number, part in enumerate(held):
+                y = torch.relu(part(y)) if len(held) > 1 and not number else part(y)
+            loss = (y - x).square().mean()
+            if KIND == "ema":
+                loss = loss + state.ema.shadow[0].square().mean()
+            strike(run, "backward")
+            loss.backward()  # type: ignore[no-untyped-call]
+            return loss.detach()
+
+        if KIND == "closure":
+            # What is told tells of the update, too.
+            loss = optimizer.step(gradients) + sum(p.detach().sum() for p in state.model.parameters())
+        else:
+            loss = gradients()
+            optimizer.step()
         if KIND in ("diverges", "compared") and run.step >= 5 and run.rank:
             # As where each rank clips by what it has itself.
             with torch.no_grad():
