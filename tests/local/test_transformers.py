@@ -66,7 +66,6 @@ ALL = {
     "gradient_checkpointing": True,
     "label_smoothing_factor": 0.1,
     "bf16": True,
-    "dataloader_num_workers": 2,
 }
 
 
