@@ -7,6 +7,7 @@ library, with 8 GPUs: it reads a file at each call, where the real one asks the 
 
 import asyncio
 import os
+import subprocess
 import sys
 import tempfile
 import time
@@ -25,7 +26,7 @@ def main() -> None:
     """Measure, and print a line for each probe."""
     looks = int(sys.argv[1]) if len(sys.argv) > 1 else LOOKS
     if "FAKE_NVML" not in os.environ:
-        _begin_with_nvml()
+        sys.exit(_with_nvml())
     made = asyncio.run(_made())
     before = _resident_nbytes()
     shares = [_share(name, probe, looks) for name, probe in made.items()]
@@ -34,15 +35,18 @@ def main() -> None:
         probe.close()
 
 
-def _begin_with_nvml() -> None:
-    """Begin again, where the loader finds the library, and with nothing loaded that the daemon has not."""
+def _with_nvml() -> int:
+    """Measure in a process where the loader finds the library; return its exit code."""
     from tests.unit.health.test_nvml import compiled
 
-    folder = Path(tempfile.mkdtemp(prefix="probes"))
-    (folder / "world").write_text("count 8\n")
-    library = compiled(folder)
-    environment = os.environ | {"LD_LIBRARY_PATH": str(library.parent), "FAKE_NVML": str(folder / "world")}
-    os.execve(sys.executable, [sys.executable, "-m", "tests.bench.probes", *sys.argv[1:]], environment)
+    with tempfile.TemporaryDirectory(prefix="probes") as scratch:
+        world = Path(scratch, "world")
+        world.write_text("count 8\n")
+        library = compiled(Path(scratch))
+        environment = os.environ | {"LD_LIBRARY_PATH": str(library.parent), "FAKE_NVML": str(world)}
+        command = [sys.executable, "-m", "tests.bench.probes", *sys.argv[1:]]
+        # no deadline: it ends with Ctrl-C, as this does
+        return subprocess.run(command, env=environment, check=False).returncode
 
 
 async def _made() -> dict[str, Probe]:

@@ -116,7 +116,7 @@ def test_who_sleeps_is_replaced_by_the_rhythm_of_the_job(tmp_path: Path, kinds: 
 def test_a_collective_that_all_others_have_returned_before_ends_the_job_soon(tmp_path: Path) -> None:
     """It is the script's own mistake. The longest stall would be 300 s, each time."""
     options = ["--job", "one-more", "--nodes", RANKS, "--tee", "none"]
-    with Job(tmp_path, options, [HERE / "one_more_script.py", 60]) as job:
+    with Job(tmp_path, options, [HERE / "ends_script.py", 60, "one-more"]) as job:
         job.ended(4, DEADLINE_S)
         ledger = job.ledger()
     stalls = [one for one in ledger.faults if one.kind == "stall"]
