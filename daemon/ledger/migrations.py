@@ -9,7 +9,7 @@ from sqlalchemy import Connection, Engine
 from ckptless.daemon.ledger.models import METADATA
 from ckptless.daemon.protocol.errors import DamagedLedgerError, LedgerError, NewerLedgerError
 
-VERSION = 14
+VERSION = 15
 
 
 def migrate(engine: Engine) -> None:

@@ -23,10 +23,13 @@ Step and collective counters only grow within a generation, whose begin makes al
 """
 
 import mmap
+import statistics
 import struct
+from collections.abc import Sequence
 from dataclasses import dataclass
 
 from ckptless.daemon.protocol.limits import MOST_GROUPS, MOST_RANKS
+from ckptless.daemon.protocol.model import Pace
 
 VERSION = 2
 STEP, PHASE, UNTIL, WAITS, GROUPS_USED = range(1, 6)
@@ -88,6 +91,18 @@ class Stepped:
     def own_s(self) -> float:
         """What the rank was busy for by itself: neither for others, nor for copies."""
         return max(0.0, self.took_s - self.waited_s - self.commit_s)
+
+
+def pace_of(ones: Sequence[Stepped | Pace]) -> Pace:
+    """Return the medians of these steps, or of the paces of several ranks; there is one at least."""
+    return Pace(
+        step=ones[-1].step,
+        took_s=statistics.median(one.took_s for one in ones),
+        own_s=statistics.median(one.own_s for one in ones),
+        waited_s=statistics.median(one.waited_s for one in ones),
+        data_s=statistics.median(one.data_s for one in ones),
+        commit_s=statistics.median(one.commit_s for one in ones),
+    )
 
 
 class PageReader:

@@ -74,7 +74,10 @@ class JobRecord(Clipped, Struct, frozen=True, kw_only=True, tag="job", forbid_un
 
 
 class NodeRecord(Struct, frozen=True, kw_only=True, tag="node", forbid_unknown_fields=True):
-    """A node of a job's allocation. Key: job, node. A later `updated_s` replaces."""
+    """A node of a job's allocation. Key: job, node. A later `updated_s` replaces.
+
+    `domain`: its failure domain, see JobSpec; "" where nobody knows.
+    """
 
     job: JobName
     node: NodeNumber
@@ -84,6 +87,7 @@ class NodeRecord(Struct, frozen=True, kw_only=True, tag="node", forbid_unknown_f
     daemon_pid: Pid | None
     agent_pid: Pid | None
     updated_s: Age
+    domain: Name = ""
 
 
 class SlotRecord(Struct, frozen=True, kw_only=True, tag="slot", forbid_unknown_fields=True):

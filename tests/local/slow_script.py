@@ -1,7 +1,7 @@
-"""Trains with DDP; a rank is slower than others: `slow_script.py STEPS OUT RANK FROM TO PERCENT HOW`.
+"""Trains with DDP; ranks are slower than others: `slow_script.py STEPS OUT RANKS FROM TO PERCENT HOW`.
 
-FROM one step TO another. HOW is "compute" (its own work takes longer) or "data" (its batches come later).
-RANK -1 is none.
+RANKS are some ("0,1", -1 is none), FROM one step TO another. HOW is "compute" (their own work takes longer),
+"data" (their batches come later), or "network" (no rank is slow: there is little work, and much to reduce).
 """
 
 import sys
@@ -15,14 +15,15 @@ import torch
 import ckptless
 
 STEPS, OUT = int(sys.argv[1]), Path(sys.argv[2])
-RANK, FROM, TO, PERCENT = map(int, sys.argv[3:7])
+RANKS = [*map(int, sys.argv[3].split(","))]
+FROM, TO, PERCENT = map(int, sys.argv[4:7])
 HOW = sys.argv[7]
-WORK_S, DATA_S = 0.08, 0.02
+WORK_S, DATA_S = (0.001, 0.001) if HOW == "network" else (0.08, 0.02)
 
 
 def train(run: Any) -> None:
     def is_slow(how: str) -> bool:
-        return run.rank == RANK and FROM <= run.step < TO and how == HOW
+        return run.rank in RANKS and FROM <= run.step < TO and how == HOW
 
     def build() -> ckptless.State:
         torch.manual_seed(1)
@@ -36,9 +37,12 @@ def train(run: Any) -> None:
                 yield torch.randn(4, 8, generator=torch.Generator().manual_seed(100 * number + run.rank))
 
     state = run.keep(build)
+    much = torch.zeros(8_000_000 if HOW == "network" else 0)
     for x in run.batches(Batches()):
         loss = state.model(x).pow(2).mean()
         time.sleep(WORK_S + (WORK_S + DATA_S) * PERCENT / 100 * is_slow("compute"))
+        if HOW == "network":
+            torch.distributed.all_reduce(much)
         loss.backward()
         state.optimizer.step()
         state.optimizer.zero_grad()

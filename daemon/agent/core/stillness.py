@@ -1,6 +1,5 @@
 """Pure: from what a rank's page shows over time to how long its steps are, and whether it stands still."""
 
-import statistics
 from collections import deque
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
@@ -182,15 +181,3 @@ def waits_in(groups: Sequence[GroupCalls], *, for_agent: bool) -> m.Call | None:
             elements=group.elements,
         )
     return m.Call(group="", operation=FOR_AGENT) if for_agent else None
-
-
-def pace_of(steps: Sequence[Stepped]) -> m.Pace:
-    """Return the pace of these steps, of which there is one at least."""
-    return m.Pace(
-        step=steps[-1].step,
-        took_s=statistics.median(one.took_s for one in steps),
-        own_s=statistics.median(one.own_s for one in steps),
-        waited_s=statistics.median(one.waited_s for one in steps),
-        data_s=statistics.median(one.data_s for one in steps),
-        commit_s=statistics.median(one.commit_s for one in steps),
-    )

@@ -139,5 +139,5 @@ class Standing:
         self._rhythm.take(found)
         page.steps += found
         if len(page.steps) >= stillness.WINDOW:
-            slot.pace = stillness.pace_of(page.steps)
+            slot.pace = p.pace_of(page.steps)
             page.steps.clear()

@@ -54,7 +54,7 @@ def node_lines(found: Snapshot, now_s: float) -> list[NodeLine]:
         for slot in found.slots
         if slot.rank is not None and slot.pace is not None and slot.generation == number
     }
-    late = {one.rank: one for one in slow(paces)}
+    late = {one.who: one for one in slow(paces)}
     newest = max((slot.step for slot in found.slots if slot.step is not None), default=0)
     lines = []
     for node, mine in sorted(slots.items()):

@@ -8,11 +8,15 @@ one).
 """
 
 import statistics
-from collections.abc import Mapping
+from collections.abc import Hashable, Mapping
 from dataclasses import dataclass
-from typing import Literal
+from typing import Generic, Literal, TypeVar
 
 from ckptless.daemon.protocol.model import Pace
+from ckptless.daemon.protocol.page import pace_of
+
+K = TypeVar("K", bound=Hashable)
+G = TypeVar("G", bound=Hashable)
 
 SLOWER, DEVIATIONS = 0.1, 3.0
 # Of a normal distribution, the standard deviation in median absolute deviations.
@@ -24,10 +28,10 @@ Bound = Literal["data", "compute"]
 
 
 @dataclass(frozen=True)
-class Slow:
-    """A rank that is slower than the others: by so many seconds a step, by what, and the median of all."""
+class Slow(Generic[K]):
+    """Who is slower than the others: by so many seconds a step, by what, and the median of all."""
 
-    rank: int
+    who: K
     by_s: float
     bound: Bound
     own_s: float
@@ -39,8 +43,8 @@ class Slow:
         return self.by_s / self.median_s if self.median_s else 0.0
 
 
-def slow(paces: Mapping[int, Pace]) -> list[Slow]:
-    """Return the ranks that are slower than the others, the slowest first."""
+def slow(paces: Mapping[K, Pace]) -> list[Slow[K]]:
+    """Return who is slower than the others, a rank or a group of them; the slowest first."""
     if len(paces) < 2:
         return []
     median_s = statistics.median(one.own_s for one in paces.values())
@@ -48,12 +52,20 @@ def slow(paces: Mapping[int, Pace]) -> list[Slow]:
     deviation_s = statistics.median(abs(one.own_s - median_s) for one in paces.values())
     least_s = max(SLOWER * median_s, DEVIATIONS * max(SCALE * deviation_s, LEAST * median_s))
     found = []
-    for rank, one in paces.items():
+    for who, one in paces.items():
         by_s = one.own_s - median_s
         if by_s > least_s:
             bound: Bound = "data" if one.data_s - data_s >= by_s / 2 else "compute"
-            found.append(Slow(rank, by_s, bound, one.own_s, median_s))
-    return sorted(found, key=lambda one: (-one.by_s, one.rank))
+            found.append(Slow(who, by_s, bound, one.own_s, median_s))
+    return sorted(found, key=lambda one: -one.by_s)
+
+
+def by_group(paces: Mapping[int, Pace], group_of: Mapping[int, G]) -> dict[G, Pace]:
+    """Return the paces of groups of ranks, the medians of theirs; a rank of no group is left out."""
+    groups: dict[G, list[Pace]] = {}
+    for rank in sorted(paces.keys() & group_of.keys()):
+        groups.setdefault(group_of[rank], []).append(paces[rank])
+    return {group: pace_of(ones) for group, ones in groups.items()}
 
 
 @dataclass(frozen=True)
@@ -66,6 +78,11 @@ class Shares:
     network: float
     waiting: float
     commit: float
+
+    @property
+    def bound(self) -> str:
+        """What most of a step's time goes into, by the name of its field."""
+        return max(("compute", "data", "network", "waiting", "commit"), key=lambda name: getattr(self, name))
 
 
 def shares(paces: Mapping[int, Pace]) -> Shares | None:

@@ -150,7 +150,7 @@ def describe(assignment: m.Assignment) -> str:
 
 
 def snapshot(
-    whose: tuple[str, int],
+    whose: tuple[m.JobSpec, int],
     nodes: Mapping[int, NodeView],
     assignment: m.Assignment | None,
     reachable: Iterable[int],
@@ -160,7 +160,7 @@ def snapshot(
 
     Slots of other nodes are as of when they were told of: their own daemons, and who leads, know better.
     """
-    job, me = whose
+    spec, me = whose
     rows: list[Record] = []
     up = set(reachable)
     for node, view in sorted(nodes.items()):
@@ -169,7 +169,7 @@ def snapshot(
         state: NodeState = "lost" if view.lost is not None else "up" if node in up else "daemon-away"
         rows.append(
             NodeRecord(
-                job=job,
+                job=spec.job,
                 node=node,
                 name=view.hello.info.name,
                 address=view.hello.info.address,
@@ -177,12 +177,13 @@ def snapshot(
                 daemon_pid=view.state.daemon_pid if view.state is not None else None,
                 agent_pid=view.hello.pid,
                 updated_s=now,
+                domain=spec.domains[node] if node < len(spec.domains) else "",
             )
         )
         # Of a lost node's slots the last word stands.
         slots = view.state.slots if view.state is not None and view.lost is None else ()
         as_of = now if node == me else view.told_s
-        rows += [_slot(job, node, slot, assignment, as_of) for slot in slots]
+        rows += [_slot(spec.job, node, slot, assignment, as_of) for slot in slots]
     return rows
 
 

@@ -36,9 +36,9 @@ class Snapshots:
     def write_snapshot(self, now: float) -> None:
         """Write how the nodes are, as this daemon sees them."""
         if self.job.spec is not None:
-            self.job.out.append(Write(tuple(self._snapshot(self.job.spec.job, now)), share=False))
+            self.job.out.append(Write(tuple(self._snapshot(self.job.spec, now)), share=False))
 
-    def _snapshot(self, name: str, now: float) -> list[Record]:
+    def _snapshot(self, spec: m.JobSpec, now: float) -> list[Record]:
         job = self.job
         views: Mapping[int, NodeView] = job.nodes
         if len(views) > FEW:
@@ -47,13 +47,13 @@ class Snapshots:
         self._news = {node: None for node in self._news if node not in views}
         # A daemon that ends with its job is not away.
         there = job.reachable if job.known.outcome is None else set(job.nodes)
-        rows = ledger_rows.snapshot((name, job.me), views, job.assignment, there, now)
+        rows = ledger_rows.snapshot((spec, job.me), views, job.assignment, there, now)
         # What is held elsewhere only the leader is told of all the time.
         for node in sorted(views) if job.leads else (job.me,):
             held = views[node].copies
             if held is not None and held[0] != self._written.get(node):
                 self._written[node] = held[0]
-                rows.append(ledger_rows.holding(name, node, held))
+                rows.append(ledger_rows.holding(spec.job, node, held))
         return rows
 
     # ------------------------------------------------------------------------ before generation 1

@@ -9,6 +9,7 @@ from ckptless.daemon.ckptlessd.recovery.events import Leave
 from ckptless.daemon.ckptlessd.recovery.job_state import JobState
 from ckptless.daemon.protocol import messages as m
 from ckptless.daemon.protocol.records import Subject
+from ckptless.daemon.replication.failure_domains import domain_of
 
 # So many windows in a row a rank is slow before it is named, and not slow before that is over.
 STRIKES = 3
@@ -49,7 +50,7 @@ class Stragglers:
         return self._judge(assignment)
 
     def _judge(self, assignment: m.Assignment) -> list[Line]:
-        found = {one.rank: one for one in slow(self._paces)}
+        found = {one.who: one for one in slow(self._paces)}
         begun: list[int] = []
         over: list[int] = []
         for rank in {*found, *self._strikes, *self._named}:
@@ -67,14 +68,16 @@ class Stragglers:
         self._named.update(dict.fromkeys(begun, 0))
         self.job.held_up_by = frozenset(self._named)
         self._leave(assignment, found, begun)
-        lines = [_line(assignment, [found[rank] for rank in sorted(begun)])] if begun else []
+        lines = [self._line(assignment, [found[rank] for rank in sorted(begun)])] if begun else []
         if over:
             names = ", ".join(map(str, sorted(over)[:MOST_NAMED]))
             text = f"rank{'s' if len(over) > 1 else ''} {names} as fast as the others again"
             lines.append(Line("info", "straggler-over", text))
         return lines
 
-    def _leave(self, assignment: m.Assignment, found: Mapping[int, Slow], begun: Collection[int]) -> None:
+    def _leave(
+        self, assignment: m.Assignment, found: Mapping[int, Slow[int]], begun: Collection[int]
+    ) -> None:
         """Have the job leave the nodes whose ranks are still slow, where the site wants that."""
         for rank in self._named:
             if rank in found and rank not in begun:
@@ -87,23 +90,48 @@ class Stragglers:
         for node in self.job.slow.keys() - slow_nodes:
             del self.job.slow[node]
 
+    def _line(self, assignment: m.Assignment, ranks: Sequence[Slow[int]]) -> Line:
+        """Return who is named now, in a sentence."""
+        worst = max(ranks, key=lambda one: one.by_s)
+        domains = self.job.spec.domains if self.job.spec is not None else ()
+        names = names_of({one.who for one in ranks}, self._named, assignment, domains)
+        more = f" and {len(names) - MOST_NAMED} others" if len(names) > MOST_NAMED else ""
+        text = (
+            f"{', '.join(names[:MOST_NAMED])}{more}: {1000 * worst.own_s:.1f} ms of own work a step where "
+            f"the median is {1000 * worst.median_s:.1f} ms (+{100 * worst.share:.0f} %), {worst.bound}; "
+            "all others wait for it"
+        )
+        place = assignment.places[worst.who]
+        about = Subject(rank=worst.who, node=place.node, slot=place.slot) if len(ranks) == 1 else None
+        return Line("warning", "straggler", text, about)
 
-def _line(assignment: m.Assignment, ranks: Sequence[Slow]) -> Line:
-    """Return who is slow, in a sentence; whole nodes by their names."""
-    worst = max(ranks, key=lambda one: one.by_s)
-    by_node: dict[int, list[int]] = {}
-    for one in ranks:
-        by_node.setdefault(assignment.places[one.rank].node, []).append(one.rank)
+
+def names_of(
+    new: Collection[int], slow_ones: Collection[int], assignment: m.Assignment, domains: Sequence[str]
+) -> list[str]:
+    """Return names of the ranks that are slow since now.
+
+    A failure domain of several nodes, or a node of several ranks, is named as a whole where all of its ranks
+    are among `slow_ones`, new or not.
+    """
+    nodes: dict[int, list[int]] = {}
+    for rank, place in enumerate(assignment.places):
+        nodes.setdefault(place.node, []).append(rank)
+    homes: dict[str, list[int]] = {}
+    for node in nodes:
+        homes.setdefault(domain_of(domains, node), []).append(node)
+    whole = {node for node, on_it in nodes.items() if all(rank in slow_ones for rank in on_it)}
+    has_new = {node for node, on_it in nodes.items() if any(rank in new for rank in on_it)}
     names = []
-    for node, on_it in list(by_node.items())[:MOST_NAMED]:
-        whole = len(on_it) > 1 and len(on_it) == len(assignment.ranks_on(node))
-        told = f"{'ranks' if len(on_it) > 1 else 'rank'} {', '.join(map(str, on_it[:MOST_NAMED]))}"
-        names.append(f"node-{node}, all of it ({told})" if whole else f"{told} on node-{node}")
-    more = f" and {len(by_node) - MOST_NAMED} other nodes" if len(by_node) > MOST_NAMED else ""
-    text = (
-        f"{', '.join(names)}{more}: {1000 * worst.own_s:.1f} ms of own work a step where the median is "
-        f"{1000 * worst.median_s:.1f} ms (+{100 * worst.share:.0f} %), {worst.bound}; all others wait for it"
-    )
-    place = assignment.places[worst.rank]
-    about = Subject(rank=worst.rank, node=place.node, slot=place.slot) if len(ranks) == 1 else None
-    return Line("warning", "straggler", text, about)
+    for home, inside in homes.items():
+        if len(inside) > 1 and whole.issuperset(inside) and has_new.intersection(inside):
+            more = ", ..." if len(inside) > MOST_NAMED else ""
+            told = ", ".join(f"node-{node}" for node in inside[:MOST_NAMED])
+            names.append(f"failure domain {home}, all of it ({told}{more})")
+            has_new.difference_update(inside)
+    for node in sorted(has_new):
+        all_of_it = node in whole and len(nodes[node]) > 1
+        ranks = nodes[node] if all_of_it else [rank for rank in nodes[node] if rank in new]
+        told = f"{'ranks' if len(ranks) > 1 else 'rank'} {', '.join(map(str, ranks[:MOST_NAMED]))}"
+        names.append(f"node-{node}, all of it ({told})" if all_of_it else f"{told} on node-{node}")
+    return names

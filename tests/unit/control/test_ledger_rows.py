@@ -32,16 +32,16 @@ TRAINS = m.SlotState(slot=0, phase="restored", generation=1, pid=77)
 
 
 def test_a_daemon_that_was_told_long_ago_does_not_cover_what_is_so() -> None:
-    own = ledger_rows.snapshot(("j", 0), {0: _view(0, TRAINS, told_s=5.0)}, None, [0, 1], now=20.0)
+    own = ledger_rows.snapshot((SPEC, 0), {0: _view(0, TRAINS, told_s=5.0)}, None, [0, 1], now=20.0)
     # Written later, of what was said before: nobody tells a daemon that does not lead any more.
-    other = ledger_rows.snapshot(("j", 1), {0: _view(0, EMPTY, told_s=2.0)}, None, [0, 1], now=20.5)
+    other = ledger_rows.snapshot((SPEC, 1), {0: _view(0, EMPTY, told_s=2.0)}, None, [0, 1], now=20.5)
     for ledgers in ((own, other), (other, own)):
         assert [slot.pid for slot in merge(ledgers).slots] == [77]
 
 
 def test_of_a_daemon_that_is_gone_the_leader_knows_better() -> None:
-    own = ledger_rows.snapshot(("j", 0), {0: _view(0, EMPTY, told_s=1.0)}, None, [0, 1], now=3.0)
-    leader = ledger_rows.snapshot(("j", 1), {0: _view(0, TRAINS, told_s=4.0)}, None, [1], now=9.0)
+    own = ledger_rows.snapshot((SPEC, 0), {0: _view(0, EMPTY, told_s=1.0)}, None, [0, 1], now=3.0)
+    leader = ledger_rows.snapshot((SPEC, 1), {0: _view(0, TRAINS, told_s=4.0)}, None, [1], now=9.0)
     found = merge((own, leader))
     assert [(type(slot), slot.pid) for slot in found.slots] == [(SlotRecord, 77)]
     assert [node.state for node in found.nodes] == ["daemon-away"]
@@ -120,20 +120,20 @@ def test_a_node_has_the_daemon_that_its_agent_talks_to() -> None:
     told, silent = _view(0, TRAINS, told_s=5.0), _view(1, TRAINS, told_s=5.0)
     assert told.state is not None
     told.state, silent.state = structs.replace(told.state, daemon_pid=4712), None
-    found = ledger_rows.snapshot(("j", 0), {0: told, 1: silent}, None, [0, 1], now=20.0)
+    found = ledger_rows.snapshot((SPEC, 0), {0: told, 1: silent}, None, [0, 1], now=20.0)
     assert [row.daemon_pid for row in found if isinstance(row, NodeRecord)] == [4712, None]
 
 
 def test_the_own_slots_are_as_of_now_and_others_as_of_when_they_were_told_of() -> None:
     both = {node: _view(node, TRAINS, told_s=5.0) for node in (0, 1)}
-    found = ledger_rows.snapshot(("j", 0), both, None, [0, 1], now=20.0)
+    found = ledger_rows.snapshot((SPEC, 0), both, None, [0, 1], now=20.0)
     assert {row.node: row.updated_s for row in found if isinstance(row, SlotRecord)} == {0: 20.0, 1: 5.0}
 
 
 def test_of_a_lost_node_the_last_word_on_its_slots_stands() -> None:
     lost = _view(1, TRAINS, told_s=5.0)
     lost.lost = "its agent is gone"
-    found = ledger_rows.snapshot(("j", 0), {1: lost}, None, [0, 1], now=20.0)
+    found = ledger_rows.snapshot((SPEC, 0), {1: lost}, None, [0, 1], now=20.0)
     assert [type(row) for row in found] == [NodeRecord]
 
 

@@ -3,18 +3,19 @@
 from __future__ import annotations
 
 import random
+from collections.abc import Collection
 
 import pytest
 from msgspec import structs
 
-from ckptless.daemon.agent.core.stillness import WINDOW, pace_of
+from ckptless.daemon.agent.core.stillness import WINDOW
 from ckptless.daemon.ckptlessd.planning.event_lines import Line
 from ckptless.daemon.ckptlessd.planning.faults import NodeViews
-from ckptless.daemon.ckptlessd.planning.pace import shares, slow
+from ckptless.daemon.ckptlessd.planning.pace import by_group, shares, slow
 from ckptless.daemon.ckptlessd.recovery.events import Leave
-from ckptless.daemon.ckptlessd.recovery.stragglers import STRIKES, Stragglers
+from ckptless.daemon.ckptlessd.recovery.stragglers import STRIKES, Stragglers, names_of
 from ckptless.daemon.protocol import messages as m
-from ckptless.daemon.protocol.page import Stepped
+from ckptless.daemon.protocol.page import Stepped, pace_of
 
 NODES, SLOTS = 4, 2
 RANKS = NODES * SLOTS
@@ -49,13 +50,13 @@ def test_who_is_slower_than_ranks_differ_is_slow() -> None:
     paces = {rank: pace() for rank in range(RANKS)}
     assert slow(paces) == []
     (one,) = slow({**paces, 5: pace(0.12)})
-    assert (one.rank, one.bound, one.median_s) == (5, "compute", 0.1)
+    assert (one.who, one.bound, one.median_s) == (5, "compute", 0.1)
     assert one.by_s == pytest.approx(0.02)
     assert one.share == pytest.approx(0.2)
     assert slow({**paces, 5: pace(0.109)}) == []
     assert slow({**paces, 5: pace(0.05)}) == [], "who is fast holds nobody up"
     assert slow({5: pace(0.5)}) == [], "one rank is as fast as itself"
-    assert [one.rank for one in slow({**paces, 5: pace(0.12), 6: pace(0.2)})] == [6, 5]
+    assert [one.who for one in slow({**paces, 5: pace(0.12), 6: pace(0.2)})] == [6, 5]
 
 
 @pytest.mark.parametrize(("data_s", "bound"), [(0.02, "compute"), (0.029, "compute"), (0.04, "data")])
@@ -68,7 +69,7 @@ def test_what_makes_a_rank_slow(data_s: float, bound: str) -> None:
 def test_of_ranks_that_differ_much_a_small_difference_is_none() -> None:
     paces = {rank: pace(0.1 + 0.01 * (rank % 4)) for rank in range(RANKS)}
     assert slow({**paces, 5: pace(0.14)}) == []
-    assert [one.rank for one in slow({**paces, 5: pace(0.25)})] == [5]
+    assert [one.who for one in slow({**paces, 5: pace(0.25)})] == [5]
 
 
 def test_where_the_time_goes() -> None:
@@ -85,7 +86,16 @@ def test_where_the_time_goes() -> None:
 class Job:
     """What a leader has heard of a job of 8 ranks on 4 nodes."""
 
-    def __init__(self, move_stragglers: int = 0) -> None:
+    def __init__(self, move_stragglers: int = 0, domains: tuple[str, ...] = ()) -> None:
+        self.spec = m.JobSpec(
+            job="j",
+            command=("t",),
+            nodes=NODES,
+            spares=0,
+            slots_per_node=SLOTS,
+            limits=m.Limits(pong_s=1, leave_s=1, join_s=10, stall_s=10),
+            domains=domains,
+        )
         self.move_stragglers = move_stragglers
         self.slow: dict[int, Leave] = {}
         self.held_up_by: frozenset[int] = frozenset()
@@ -173,6 +183,67 @@ def test_a_node_whose_ranks_are_all_slow_is_named_as_a_whole() -> None:
     (line,) = job.window({4: 1.3, 5: 1.3, 0: 1.2})
     assert line.text.startswith("rank 0 on node-0, node-2, all of it (ranks 4, 5): 130.0 ms")
     assert line.about is None
+
+
+@pytest.mark.parametrize(
+    ("domains", "new", "slow_ranks", "told"),
+    [
+        ("a a b c", range(4), range(4), "failure domain a, all of it (node-0, node-1)"),
+        ("a a b c", [3], range(4), "failure domain a, all of it (node-0, node-1)"),
+        ("a a b c", [4], range(5), "rank 4 on node-2"),
+        ("a a b c", range(3), range(3), "node-0, all of it (ranks 0, 1), rank 2 on node-1"),
+        (
+            "a b b c",
+            [0, 5],
+            [0, 2, 3, 4, 5],
+            "failure domain b, all of it (node-1, node-2), rank 0 on node-0",
+        ),
+        ("a b c d", [0, 1], [0, 1], "node-0, all of it (ranks 0, 1)"),
+        ("", [1], [0, 1], "node-0, all of it (ranks 0, 1)"),
+    ],
+)
+def test_a_failure_domain_whose_ranks_are_all_slow_is_named_as_a_whole(
+    domains: str, new: Collection[int], slow_ranks: Collection[int], told: str
+) -> None:
+    job = Job(domains=tuple(domains.split()))
+    assert ", ".join(names_of(new, slow_ranks, job.assignment, job.spec.domains)) == told
+
+
+def test_the_switch_of_three_whose_nodes_are_all_slow_is_named() -> None:
+    job = Job(domains=("a", "b", "c", "c"))
+    for _ in range(STRIKES - 1):
+        job.window({2: 1.3, 3: 1.3})
+    (line,) = job.window({2: 1.3, 3: 1.3})
+    assert line.text.startswith("node-1, all of it (ranks 2, 3): 130.0 ms"), (
+        "a domain of one node is the node"
+    )
+
+
+def test_groups_of_ranks_have_the_medians_of_theirs() -> None:
+    paces = {rank: pace(0.1 + 0.01 * rank, step=rank) for rank in range(6)}
+    found = by_group(paces, {0: "a", 1: "a", 2: "a", 3: "b", 9: "b"})
+    assert {name: one.own_s for name, one in found.items()} == {
+        "a": pytest.approx(0.11),
+        "b": pytest.approx(0.13),
+    }
+    assert found["a"].step == 2
+    even = {node: pace() for node in ("a", "b", "c")}
+    assert [(one.who, one.bound) for one in slow({**even, "d": pace(0.13, 0.05)})] == [("d", "data")]
+
+
+@pytest.mark.parametrize(
+    ("paces", "bound"),
+    [
+        ({0: pace(0.1), 1: pace(0.1)}, "compute"),
+        ({0: pace(0.1, 0.08), 1: pace(0.1, 0.08)}, "data"),
+        ({0: pace(0.1, waited_s=0.3), 1: pace(0.1, waited_s=0.3)}, "network"),
+        ({0: pace(0.1, waited_s=0.0), 1: pace(0.02, waited_s=0.4)}, "waiting"),
+    ],
+)
+def test_what_a_job_is_bound_by(paces: dict[int, m.Pace], bound: str) -> None:
+    found = shares(paces)
+    assert found is not None
+    assert found.bound == bound
 
 
 def test_nothing_is_said_before_every_rank_has_told_anew() -> None:

@@ -728,9 +728,10 @@ def test_stragglers(run: Run, state_dir: Path, tmp_path: Path) -> None:
     assert first.split()[0] == "1"
     assert second.split()[0] == "0"
     assert where.startswith("of a step of 150 ms, on average: ")
+    assert where.endswith("; bound by compute")
     assert line.endswith("rank 1")
     found = document(run("stragglers", "--json"))
-    assert set(found) == {"meta", "job", "ranks", "shares", "events"}
+    assert set(found) == {"meta", "job", "ranks", "shares", "bound", "events"}
     assert [(one["rank"], one["own_s"]) for one in found["ranks"]] == [(0, 0.1), (1, 0.13)], "of generation 2"
     assert [event["text"] for event in found["events"]] == ["rank 1"]
     result = run("stragglers", "--png", str(tmp_path / "s.png"))

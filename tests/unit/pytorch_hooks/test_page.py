@@ -14,7 +14,7 @@ import torch
 import torch._dynamo
 
 from ckptless.daemon.agent.core.slots import Slot
-from ckptless.daemon.agent.core.stillness import pace_of, waits_in
+from ckptless.daemon.agent.core.stillness import waits_in
 from ckptless.daemon.agent.ranks.standing import Page as AgentPage
 from ckptless.daemon.protocol import messages as m
 from ckptless.daemon.protocol import page as p
@@ -258,7 +258,7 @@ def test_garbage_is_read_within_bounds(fd: int, reader: p.PageReader) -> None:
         )
         steps = reader.steps_after(draw.randint(-1, 5))
         done_at, spent = reader.spent()
-        one = Slot(0, phase="restored", generation=1, pace=pace_of(steps) if steps else None)
+        one = Slot(0, phase="restored", generation=1, pace=p.pace_of(steps) if steps else None)
         one.stands(still, reader.until)
         one.spend(spent, done_at)
         slot = one.told(0.0)
