@@ -48,6 +48,8 @@ OUT = Path(sys.argv[2])
 FAULTS: list[dict[str, Any]] = json.loads(sys.argv[3]) if len(sys.argv) > 3 else []
 SLEEP_S = float(os.environ.get("TOY_SLEEP_S", "0"))
 SLEEP_WHILE = os.environ.get("TOY_SLEEP_WHILE")
+# While this is there, too, ranks of this node of Slurm's sleep for twice as long.
+SLOWER = Path(f"{SLEEP_WHILE}-{os.environ.get('SLURMD_NODENAME')}")
 NAN_FROM = int(os.environ.get("TOY_NAN_FROM", "0"))
 WATCH = "TOY_WATCH" in os.environ
 PARALLEL = os.environ.get("TOY_PARALLEL", "ddp")
@@ -272,7 +274,7 @@ def steps(run: Any) -> None:
         state.scheduler.step()
         state.optimizer.zero_grad()
         if SLEEP_WHILE is None or Path(SLEEP_WHILE).exists():
-            time.sleep(SLEEP_S)
+            time.sleep(SLEEP_S * (1 + SLOWER.exists()))
         state.seen += len(x)
         state.probe.count += 1
         strike("commit", run.rank, run.step, run.generation)

@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import re
 from collections.abc import Iterator
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -122,6 +123,26 @@ def test_the_others_train_while_a_spare_builds_for_the_rank_that_it_gets(site: C
     assert [f for f in job.ledger().faults if f.job == job.run_name] == []
     job.ended()
     job.same_bits()
+
+
+@pytest.mark.slow
+def test_ranks_leave_a_node_that_stays_slow(tmp_path: Path) -> None:
+    require_slurm()
+    policy = "health: {move_stragglers: 2}\n"
+    with make_site(tmp_path / "cluster", tmp_path, NODES, yaml=YAML + policy) as site:
+        job = Training(site, steps=250).submit()
+        job.trains()
+        (job.home / "slow-node02").touch()
+        job.wait(lambda: told(job, "leaves"), "its node is left")
+        (named,) = told(job, "straggler")
+        assert named.startswith("rank 1 on node-1: ")
+        (text,) = told(job, "leaves")
+        why = r"unwell \(rank 1 holds up the others: \+\d+ %, compute\)"
+        assert re.fullmatch(rf"its ranks leave node-1, which is {why}; where they go there is step \d+", text)
+        job.trains(2)
+        assert [f for f in job.ledger().faults if f.job == job.run_name] == []
+        job.ended()
+        job.same_bits()
 
 
 def test_a_probe_that_lies_on_all_nodes_empties_no_cluster_and_ends_no_job(site: Cluster) -> None:
