@@ -78,6 +78,7 @@ def test_a_trainer_that_is_killed_ends_as_plain_trainer_does(tmp_path: Path, var
     assert protected(SCRIPT, tmp_path, 24, FEW if variant != "stops" else "3:1,6:0,11:1", env) == expected
 
 
+@pytest.mark.slow
 def test_many_arguments_at_once(tmp_path: Path) -> None:
     env = {"ARGUMENTS": json.dumps(ALL), "TOKENIZERS_PARALLELISM": "false", **LENGTHS, **METRICS}
     assert protected(SCRIPT, tmp_path, 24, FEW, env) == plain(SCRIPT, tmp_path, 24, env)
