@@ -44,6 +44,11 @@ VERSIONS ?= 2.8.0 2.9.1 2.10.0 2.11.0 2.12.1 2.14.1 2.15.0
 test-torch-matrix: $(STAMP)
 	$(BIN)/python tests/torch/matrix.py $(ARGS) $(VERSIONS)
 
+# The adapters' tests with the oldest and the newest release of each framework: environments over this one in .torch/.
+.PHONY: test-framework-matrix
+test-framework-matrix: $(STAMP)
+	$(BIN)/python -m tests.torch.frameworks_matrix $(ARGS) $(RELEASES)
+
 # Every night: the newest one. Its wheels take longer to install (4 to 5 minutes, 5.5 GB) than CI has for it.
 .PHONY: test-newest-torch
 test-newest-torch: VERSIONS := 2.15.0

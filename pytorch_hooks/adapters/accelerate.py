@@ -18,8 +18,10 @@ from accelerate.utils import DistributedType
 
 import ckptless
 from ckptless.daemon.protocol.errors import UsageError
-from ckptless.pytorch_hooks.adapters.prepared import Prepared
+from ckptless.pytorch_hooks.adapters.prepared import ACCELERATE, Prepared
 
+# What is read or set on an Accelerator.
+HOOKS = "distributed_type is_fsdp2 scaler step"
 # What ranks train with that ckptless renews, beside FSDP2.
 KNOWN = (DistributedType.NO, DistributedType.MULTI_CPU, DistributedType.MULTI_GPU)
 
@@ -51,7 +53,10 @@ class _Made:
                 "the function given to keep must return an Accelerator, then what it has prepared"
             )
         self._accelerator: Any = things[0]
-        if self._accelerator.distributed_type not in KNOWN and not _is_fsdp2(self._accelerator):
+        for name in HOOKS.split():
+            if not hasattr(self._accelerator, name):
+                raise UsageError(f"accelerate's Accelerator.{name} is gone: {ACCELERATE}")
+        if self._accelerator.distributed_type not in KNOWN and not self._accelerator.is_fsdp2:
             raise UsageError(
                 f"Accelerate with {self._accelerator.distributed_type.value} is not protected by ckptless, "
                 "which knows DDP and FSDP of version 2 there: use one of these"
@@ -134,8 +139,3 @@ class _Made:
         self._accelerator.step = saved["step"]
         if self._loader is not None:
             self._loader.load_state_dict(saved["loader"])
-
-
-def _is_fsdp2(accelerator: Any) -> bool:
-    """Whether it shards by FSDP of version 2, of which old releases know nothing."""
-    return bool(getattr(accelerator, "is_fsdp2", False))

@@ -29,7 +29,10 @@ HOOKS = (
     "base_dataloader begin end set_epoch iteration device rng_types synchronized_generator batch_sampler "
     "end_of_dataloader gradient_state gradient_state.dataloader_references"
 )
-ACCELERATE = "1.15"
+# What its own loop over a loader uses, in the place of which is the one here.
+LOOP = "rng_types synchronize_rng_states begin set_epoch iteration base_dataloader end_of_dataloader end"
+OLDEST = "1.12"
+ACCELERATE = "use accelerate 1.12 to 1.15"
 
 
 class Prepared:
@@ -40,10 +43,9 @@ class Prepared:
     """
 
     def __init__(self, loader: Any) -> None:
-        if Version(accelerate.__version__) < Version(ACCELERATE):
+        if Version(accelerate.__version__) < Version(OLDEST):
             raise UsageError(
-                f"accelerate {accelerate.__version__} is older than any that ckptless knows: use accelerate "
-                f"{ACCELERATE}"
+                f"accelerate {accelerate.__version__} is older than any that ckptless knows: {ACCELERATE}"
             )
         if not isinstance(loader, DataLoaderShard):
             raise UsageError(
@@ -55,8 +57,13 @@ class Prepared:
                 operator.attrgetter(name)(loader)
             except AttributeError as error:
                 raise UsageError(
-                    f"accelerate's {type(loader).__name__}.{name} is gone: use accelerate {ACCELERATE}"
+                    f"accelerate's {type(loader).__name__}.{name} is gone: {ACCELERATE}"
                 ) from error
+        for name in LOOP.split():
+            if name not in DataLoaderShard.__iter__.__code__.co_names:
+                raise UsageError(
+                    f"accelerate's DataLoaderShard.__iter__ does not use {name} any more: {ACCELERATE}"
+                )
         if {*(loader.rng_types or ())} - {"generator"}:
             raise UsageError(
                 f"rng_types={loader.rng_types}: other random numbers than those of a loader's generator are "

@@ -419,7 +419,7 @@ def _refuse(owner: Trainer) -> None:
                 raise UsageError(f"transformers.Trainer.{name} does not use {one} any more: {VERSIONS}")
     for name in REGISTERED:
         if not hasattr(owner.accelerator, name):
-            raise UsageError(f"accelerate.Accelerator.{name} is gone: use accelerate {ACCELERATE}")
+            raise UsageError(f"accelerate.Accelerator.{name} is gone: {ACCELERATE}")
     refuse_reporters(owner.callback_handler.callbacks)
     cannot = {
         "DeepSpeed": owner.is_deepspeed_enabled,

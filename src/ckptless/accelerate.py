@@ -8,7 +8,7 @@ except ImportError as error:
     if not (error.name or "").startswith("accelerate."):
         raise
     raise UsageError(
-        f"accelerate is not the one that ckptless knows ({error}): use accelerate 1.15"
+        f"accelerate is not the one that ckptless knows ({error}): use accelerate 1.12 to 1.15"
     ) from error
 
 __all__ = ["keep"]

@@ -56,14 +56,13 @@ class Line:
     def __str__(self) -> str:
         end = "ok" if self.good else self.wrong or "FAILED"
         numbers = f"{self.passed:>7} {len(self.failed):>7} {self.skipped:>8} {self.seconds:>8.0f}"
-        return "\n".join([f"{self.version:<12} {numbers}  {end}", *(f"    {name}" for name in self.failed)])
-
-
-HEAD = f"{'torch':<12} {'passed':>7} {'failed':>7} {'skipped':>8} {'seconds':>8}"
+        return "\n".join([f"{self.version:<40} {numbers}  {end}", *(f"    {name}" for name in self.failed)])
 
 
 class Version:
     """One torch, its environment and its log."""
+
+    what = "torch"
 
     def __init__(self, version: str, home: Path) -> None:
         self.line = Line(version)
@@ -77,9 +76,7 @@ class Version:
         self._log.write_text("")
         try:
             self._set_up()
-            self._test("-m", "not slow and not soak", *FOLDERS)
-            self._test("-m", "not slow and not soak", *DEVICES)
-            self._test(*CHOSEN)
+            self._test_all()
         except subprocess.SubprocessError as error:
             self.line.wrong = f"{error}; see {self._log}"
         finally:
@@ -96,6 +93,11 @@ class Version:
         self._call(SETUP_DEADLINE_S, *pip, torch)
         # Once more with it: nothing that the project asks for may bring another torch.
         self._call(SETUP_DEADLINE_S, *pip, torch, "-e", f"{ROOT}[daemon,test]")
+
+    def _test_all(self) -> None:
+        self._test("-m", "not slow and not soak", *FOLDERS)
+        self._test("-m", "not slow and not soak", *DEVICES)
+        self._test(*CHOSEN)
 
     def _test(self, *words: str) -> None:
         """One run of pytest, whose results are added to the line's."""
@@ -138,16 +140,16 @@ class Version:
         return done.returncode
 
 
-def main() -> int:
-    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0] if __doc__ else None)
-    parser.add_argument("versions", nargs="+", metavar="VERSION")
+def main(kind: type[Version] = Version, default: tuple[str, ...] = ()) -> int:
+    parser = argparse.ArgumentParser(description=f"Run what stands on a {kind.what} on other releases.")
+    parser.add_argument("versions", nargs="*" if default else "+", default=default, metavar="VERSION")
     parser.add_argument("--at-once", type=int, default=1, help="how many versions at a time (default 1)")
     parser.add_argument("--into", type=Path, default=ROOT / ".torch", help="where environments and logs go")
     parser.add_argument("--keep", action="store_true", help="leave the environments for the next time")
     asked = parser.parse_args()
     asked.into.mkdir(parents=True, exist_ok=True)
-    versions = [Version(version, asked.into.resolve()) for version in asked.versions]
-    print(HEAD, flush=True)
+    versions = [kind(version, asked.into.resolve()) for version in asked.versions]
+    print(f"{kind.what:<40} {'passed':>7} {'failed':>7} {'skipped':>8} {'seconds':>8}", flush=True)
     good = True
     with ThreadPoolExecutor(asked.at_once) as pool:
         for line in pool.map(lambda version: version.run(keep=asked.keep), versions):

@@ -20,7 +20,7 @@ from accelerate.state import GradientState
 import ckptless.accelerate
 from ckptless.daemon.protocol.errors import UsageError
 from ckptless.pytorch_hooks.adapters import accelerate as adapter
-from ckptless.pytorch_hooks.adapters.prepared import HOOKS, Prepared
+from ckptless.pytorch_hooks.adapters.prepared import HOOKS, LOOP, Prepared
 
 DATA = torch.utils.data.TensorDataset(torch.randn(16, 4))
 
@@ -136,6 +136,34 @@ def test_a_loader_that_is_another_one_is_refused(monkeypatch: pytest.MonkeyPatch
         Prepared(made)
 
 
+@pytest.mark.parametrize("name", LOOP.split())
+def test_a_loop_over_a_loader_that_goes_another_way_is_refused(
+    monkeypatch: pytest.MonkeyPatch, name: str
+) -> None:
+    made = Accelerator(cpu=True).prepare(loader())
+    code = DataLoaderShard.__iter__.__code__
+    other = code.replace(co_names=tuple(f"{one}_2" if one == name else one for one in code.co_names))
+    monkeypatch.setattr(DataLoaderShard.__iter__, "__code__", other)
+    with pytest.raises(UsageError, match=rf"DataLoaderShard\.__iter__ does not use {name} any more: use acc"):
+        Prepared(made)
+
+
+def test_accelerates_loop_over_a_loader_does_nothing_else() -> None:
+    """Ours stands in its place: a new name there may be something that ours has to do, too."""
+    of_its_own_state = {"_update_state_dict", "skip_batches", "_non_blocking"}
+    ours = {*LOOP.split(), "synchronized_generator", "device", "send_to_device"}
+    python = {"__iter__", "next", "StopIteration"}
+    assert {*DataLoaderShard.__iter__.__code__.co_names} == of_its_own_state | ours | python
+
+
+@pytest.mark.parametrize("name", adapter.HOOKS.split())
+def test_an_accelerator_that_is_another_one_is_refused(monkeypatch: pytest.MonkeyPatch, name: str) -> None:
+    things = prepared()
+    monkeypatch.delattr(things[0] if name in vars(things[0]) else Accelerator, name)
+    with pytest.raises(UsageError, match=rf"accelerate's Accelerator\.{name} is gone: use accelerate 1"):
+        adapter._Made(things)
+
+
 @pytest.mark.parametrize(
     ("make", "said"),
     [
@@ -165,14 +193,14 @@ def prepared(*, dispatched: bool = False, rng_types: Any = None) -> Any:
 
 def test_another_release_is_refused_where_it_is_imported(monkeypatch: pytest.MonkeyPatch) -> None:
     """Old ones lack what is imported."""
-    monkeypatch.setattr("accelerate.__version__", "1.14.1")
+    monkeypatch.setattr("accelerate.__version__", "1.11.1")
     made = Accelerator(cpu=True).prepare(loader())
-    with pytest.raises(UsageError, match=r"accelerate 1\.14\.1 is older than any that ckptless knows"):
+    with pytest.raises(UsageError, match=r"accelerate 1\.11\.1 is older than any that ckptless knows"):
         Prepared(made)
     monkeypatch.delitem(sys.modules, adapter.__name__)
     monkeypatch.delitem(sys.modules, Prepared.__module__)
     monkeypatch.setitem(sys.modules, "accelerate.data_loader", None)
-    with pytest.raises(UsageError, match=r"not the one that ckptless knows .*: use accelerate 1\.15"):
+    with pytest.raises(UsageError, match=r"not the one that ckptless knows .*: use accelerate 1\.12 to"):
         importlib.reload(ckptless.accelerate)
     monkeypatch.undo()
     importlib.reload(ckptless.accelerate)

@@ -267,7 +267,7 @@ def test_a_log_in_csv_is_gone_on_with(tmp_path: Path) -> None:
     for step in range(2):
         first.log_metrics({"loss": step / 2, "b": 1.0}, step)
         first.save()
-    (file,) = tmp_path.glob("logs/version_4711/*")
+    (file,) = tmp_path.glob("logs/version_4711/metrics.*")
     # As where a process was killed while it put the file aside.
     file.rename(file.with_suffix(".kept"))
     second = begun()
@@ -275,7 +275,7 @@ def test_a_log_in_csv_is_gone_on_with(tmp_path: Path) -> None:
         go_on(second)
     second.log_metrics({"loss": 1.0, "b": 1.0}, 2)
     second.save()
-    (file,) = tmp_path.glob("logs/version_4711/*")
+    (file,) = tmp_path.glob("logs/version_4711/metrics.*")
     assert file.read_text().splitlines() == ["b,loss,step", "1.0,0.0,0", "1.0,0.5,1", "1.0,1.0,2"]
 
 
