@@ -96,6 +96,7 @@ TABLE: dict[str, tuple[tuple[str, How], ...]] = {
     "docs/accelerate.md": (
         ("pip install", EXTRAS),
         ("+import ckptless", PARTS),
+        ("-    accelerator", PARTS),
     ),
     "docs/admin.md": (
         ("# python3.11 -m venv", By(PACKAGES + "test_content_of_a_deb", NO_SYSTEMD)),

@@ -18,6 +18,7 @@ from accelerate.utils import DistributedType
 
 import ckptless
 from ckptless.daemon.protocol.errors import UsageError
+from ckptless.pytorch_hooks.adapters.accelerate_trackers import Trackers, name_by_job
 from ckptless.pytorch_hooks.adapters.prepared import ACCELERATE, Prepared
 
 # What is read or set on an Accelerator.
@@ -36,11 +37,13 @@ def keep(run: Any, make: Callable[[], tuple[Any, ...]]) -> tuple[Any, ...]:
     """
 
     def build() -> ckptless.State:
+        name_by_job()
         made = _Made(make())
         return ckptless.State(made=made, **made.parts)
 
+    joins = bool(run.joins)
     made: _Made = run.keep(build).made
-    made.enter(run)
+    made.enter(run, joins=joins)
     return made.things
 
 
@@ -74,6 +77,7 @@ class _Made:
             if isinstance(one, DataLoaderShard):
                 self._watch(one)
             found.append(one)
+        self._trackers = Trackers(self._accelerator)
         self.things = tuple(found)
         self.parts = self._sorted()
 
@@ -122,9 +126,10 @@ class _Made:
             parts[f"other_{number}"] = one
         return parts
 
-    def enter(self, run: Any) -> None:
-        """The training function has been entered again."""
+    def enter(self, run: Any, *, joins: bool = False) -> None:
+        """The training function is entered; `joins`: others have trained before this process."""
         self._run = run
+        self._trackers.enter(run, joins=joins)
         if self._loader is not None:
             self._loader.run = run
             self._loader.leave()
@@ -132,10 +137,15 @@ class _Made:
     def state_dict(self) -> dict[str, Any]:
         """Return where the loop is."""
         loader = self._loader
-        return {"step": self._accelerator.step, "loader": None if loader is None else loader.state_dict()}
+        return {
+            "step": self._accelerator.step,
+            "loader": None if loader is None else loader.state_dict(),
+            "logged": self._trackers.newest,
+        }
 
     def load_state_dict(self, saved: dict[str, Any]) -> None:
         """Go there."""
         self._accelerator.step = saved["step"]
+        self._trackers.newest = saved["logged"]
         if self._loader is not None:
             self._loader.load_state_dict(saved["loader"])

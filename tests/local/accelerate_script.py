@@ -1,5 +1,7 @@
 """A classifier under Accelerate: `accelerate_script.py OUT EPOCHS KILLS`, KILLS as "STEP:RANK,...".
 
+"STEP:RANK:1" is behind the step's line of log, before its commit; others are before its update.
+
 With PLAIN in the environment without ckptless. Each update's loss is written with all bits, and at the end a
 digest of the parameters. With FSDP in it they are sharded, with RAM they come from rank 0; with SEEDABLE it
 is Accelerate's own sampler. Two batches make an update, the last of an epoch one.
@@ -43,11 +45,12 @@ def make() -> tuple[Any, ...]:
         fsdp_plugin=sharded,
         dataloader_config=order,
         log_with=os.environ.get("LOGGER"),
+        project_dir=OUT,
     )
     if "LOGGER" in os.environ:
-        # As docs/accelerate.md has it.
-        words = {"wandb": {"id": os.environ["TORCHELASTIC_RUN_ID"], "resume": "allow"}}
-        accelerator.init_trackers("gpt", init_kwargs=words)
+        # TensorBoard would make a folder of it in each process.
+        config = {"lr": 1e-2} if os.environ["LOGGER"] == "mlflow" else None
+        accelerator.init_trackers("gpt", config=config)
     torch.manual_seed(3)
     model = torch.nn.Sequential(
         torch.nn.Linear(8, 32), torch.nn.ReLU(), torch.nn.Dropout(0.1), torch.nn.Linear(32, 4)
@@ -60,10 +63,10 @@ def make() -> tuple[Any, ...]:
     return accelerator, *accelerator.prepare(model, optimizer, loader, scheduler, held)
 
 
-def kill(step: int, rank: int) -> None:
-    if (step, rank) in KILLS:
+def kill(*at: int) -> None:
+    if at in KILLS:
         with contextlib.suppress(FileExistsError):
-            (OUT / f"kill-{step}").touch(exist_ok=False)
+            (OUT / f"kill-{at}").touch(exist_ok=False)
             os.kill(os.getpid(), signal.SIGKILL)
 
 
@@ -89,6 +92,7 @@ def train(run: Any) -> None:
                 with (OUT / f"loss-{rank}.txt").open("a") as file:
                     file.write(f"{updates} {float(loss.detach()).hex()} {scheduler.get_last_lr()[0].hex()}\n")
                 accelerator.log({"loss": float(loss.detach())}, step=updates)
+                kill(updates, rank, 1)
                 if run is not None and not EACH:
                     run.commit()
     model.eval()
@@ -117,4 +121,4 @@ if "PLAIN" in os.environ:
 else:
     import ckptless.accelerate
 
-    ckptless.run(train)
+    ckptless.run(train, commit_every=int(os.environ.get("EVERY", "1")))

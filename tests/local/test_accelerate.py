@@ -6,7 +6,7 @@ from pathlib import Path
 
 import pytest
 
-from .frameworks import RANKS, once_each, plain, protected, wandb_files
+from .frameworks import RANKS, mlflow_lines, once_each, plain, protected, scalars, wandb_files
 from .localrun import HERE, Job
 
 pytest.importorskip("accelerate")
@@ -15,6 +15,8 @@ SCRIPT = HERE / "accelerate_script.py"
 EPOCHS = 4
 # Of 4 updates an epoch, the last of them of one batch: before the first commit, an epoch's last, its first.
 FEW = "0:1,3:0,4:1,7:0,12:1"
+# Of those that log: also behind a line and before its commit.
+LOGGED = "1:0:1,4:0:1,5:1:1,8:0,10:1,11:0:1"
 
 
 ENVIRONMENTS = {
@@ -46,6 +48,22 @@ def test_wandb_is_one_run(tmp_path: Path) -> None:
     (clean,) = wandb_files(tmp_path / "plain")
     protected(SCRIPT, tmp_path, EPOCHS, FEW, {**env, "WANDB_DIR": str(tmp_path / "ours")})
     assert once_each(wandb_files(tmp_path / "ours"), clean["loss"], "loss") in (7, 8)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("logger", ["mlflow", "tensorboard"])
+def test_each_line_is_once(tmp_path: Path, logger: str) -> None:
+    if logger == "mlflow":
+        pytest.importorskip("mlflow", reason="no mlflow: pip install mlflow-skinny")
+    read = {"mlflow": mlflow_lines, "tensorboard": scalars}[logger]
+    env = {"LOGGER": logger, "MLFLOW_ALLOW_FILE_STORE": "true", "EVERY": "3"}
+    store = "MLFLOW_TRACKING_URI"
+    expected = plain(SCRIPT, tmp_path, EPOCHS, {**env, store: f"file:{tmp_path}/plain/mlruns"})
+    ours = {**env, store: f"file:{tmp_path}/ours/mlruns"}
+    assert protected(SCRIPT, tmp_path, EPOCHS, LOGGED, ours) == expected
+    (rows,) = read(tmp_path / "ours").values()
+    assert [step for step, _ in rows] == [*range(1, 4 * EPOCHS + 1)]
+    assert [rows] == [*read(tmp_path / "plain").values()]
 
 
 @pytest.mark.slow
