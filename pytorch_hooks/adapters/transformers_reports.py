@@ -23,6 +23,7 @@ from transformers.integrations.integration_utils import (
 )
 
 from ckptless.daemon.protocol.errors import UsageError
+from ckptless.pytorch_hooks import env
 from ckptless.pytorch_hooks.adapters import mlflow_runs
 from ckptless.pytorch_hooks.adapters.written import Line, Written, take_back
 
@@ -53,7 +54,10 @@ logger = logging.getLogger(__name__)
 
 
 class Reports:
-    """The callbacks of one Trainer that report somewhere; `committed()`: the newest committed step."""
+    """The callbacks of one Trainer that report somewhere; `committed()`: the newest committed step.
+
+    Without an agent around it they are left as they are.
+    """
 
     def __init__(self, owner: Any, committed: Callable[[], int]) -> None:
         self._committed = committed
@@ -61,7 +65,9 @@ class Reports:
         self._mlflow: _Mlflow | None = None
         # Lines from this step on another process may have written.
         self._from: int | None = None
-        for one in owner.callback_handler.callbacks:
+        # Without one torchrun's name for a job may be that of any other, too.
+        watched = env.read().agent_socket is not None
+        for one in owner.callback_handler.callbacks if watched else ():
             if isinstance(one, REPORTERS):
                 self._filter(one)
                 reports = getattr(type(one), "on_log", None) is not TrainerCallback.on_log and not isinstance(

@@ -19,6 +19,7 @@ from transformers.integrations.integration_utils import MLflowCallback
 
 import ckptless.transformers
 from ckptless.daemon.protocol.errors import UsageError
+from ckptless.pytorch_hooks import env
 from ckptless.pytorch_hooks.adapters import transformers as adapter
 from ckptless.pytorch_hooks.adapters import transformers_reports as reports
 
@@ -140,6 +141,7 @@ def test_a_reporter_that_does_not_say_what_it_has_is_told_of(
         def on_log(self, *_args: Any, **_more: Any) -> None:
             """Report somewhere."""
 
+    monkeypatch.setenv(env.AGENT_SOCKET, "an agent's")
     monkeypatch.setattr(reports, "REPORTERS", (Own, *reports.REPORTERS))
     made = trainer(tmp_path, arguments={"report_to": ["tensorboard"]})
     reports.Reports(made, lambda: 0)
@@ -147,6 +149,18 @@ def test_a_reporter_that_does_not_say_what_it_has_is_told_of(
     made.add_callback(Own())
     reports.Reports(made, lambda: 0)
     assert [text.partition(":")[0] for text in caplog.messages] == ["Own does not say what it has written"]
+
+
+def test_without_an_agent_reports_are_the_trainers_own(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Torchrun's name for a job that is given none is the same for all."""
+    monkeypatch.setenv("TORCHELASTIC_RUN_ID", "none")
+    made = trainer(tmp_path, arguments={"report_to": ["tensorboard"]})
+    reports.Reports(made, lambda: 0)
+    (reporter,) = [one for one in made.callback_handler.callbacks if hasattr(one, "tb_writer")]
+    assert "on_log" not in vars(reporter)
+    assert reporter.logging_dir is None
 
 
 def test_a_reporter_that_is_another_one_is_refused(tmp_path: Path) -> None:
