@@ -96,6 +96,7 @@ TABLE: dict[str, tuple[tuple[str, How], ...]] = {
     "docs/accelerate.md": (
         ("pip install", EXTRAS),
         ("+import ckptless", PARTS),
+        ("+import ckptless", PARTS),
         ("-    accelerator", PARTS),
     ),
     "docs/admin.md": (

@@ -71,17 +71,26 @@ class _Made:
             # Whatever it is, and whether it was prepared: it is the one of the training.
             if isinstance(one, torch.utils.data.DataLoader) and self._loader is None:
                 self._loader = Prepared(one)
+                self._watch(
+                    one,
+                    "batches are taken past ckptless, which does not know of them where a fault comes: loop "
+                    "over the loader that keep returns",
+                )
                 self._loader.settle()
                 found.append(self._loader)
                 continue
             if isinstance(one, DataLoaderShard):
-                self._watch(one)
+                self._watch(
+                    one,
+                    "a second loader gives batches to the steps of the training, and ckptless keeps the "
+                    "position of the first one alone: put their data into one loader",
+                )
             found.append(one)
         self._trackers = Trackers(self._accelerator)
         self.things = tuple(found)
         self.parts = self._sorted()
 
-    def _watch(self, loader: Any) -> None:
+    def _watch(self, loader: Any, told: str) -> None:
         """Refuse batches of a loader that is gone through while steps are committed: nobody has that."""
         base, begin = loader.base_dataloader, loader.base_dataloader.__iter__
 
@@ -89,10 +98,7 @@ class _Made:
             step = self._run.step
             for batch in begin():
                 if self._run.step != step:
-                    raise UsageError(
-                        "a second loader gives batches to the steps of the training, and ckptless keeps the "
-                        "position of the first one alone: put their data into one loader"
-                    )
+                    raise UsageError(told)
                 yield batch
 
         # Accelerate asks the object for it, not its class.

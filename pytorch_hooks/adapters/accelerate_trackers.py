@@ -30,6 +30,9 @@ HOOKS: dict[type, str] = {
     WandBTracker: "init_kwargs",
 }
 
+# Set on a tracker whose run is the job's.
+_NAMED = "_ckptless_named"
+
 logger = logging.getLogger(__name__)
 
 
@@ -51,6 +54,7 @@ def _named(start: Callable[[Any], None], name: Callable[[Any], None]) -> Callabl
         if PartialState().is_main_process:
             _refuse(tracker)
             name(tracker)
+            vars(tracker)[_NAMED] = True
         start(tracker)
 
     return begin
@@ -96,6 +100,11 @@ class Trackers:
         self._trackers = [(one, Written()) for one in these]
         for one, written in self._trackers:
             _refuse(one)
+            if isinstance(one, (MLflowTracker, WandBTracker)) and _NAMED not in vars(one):
+                raise UsageError(
+                    "init_trackers was called before keep, which finds the job's run: call it in the "
+                    "function that is given to keep"
+                )
             if not isinstance(one, tuple(HOOKS)):
                 logger.warning(
                     "%s does not say what it has written: lines of the step that is cut off are there twice "

@@ -2,9 +2,10 @@
 
 "STEP:RANK:1" is behind the step's line of log, before its commit; others are before its update.
 
-With PLAIN in the environment without ckptless. Each update's loss is written with all bits, and at the end a
-digest of the parameters. With FSDP in it they are sharded, with RAM they come from rank 0; with SEEDABLE it
-is Accelerate's own sampler. Two batches make an update, the last of an epoch one.
+With PLAIN in the environment without ckptless, with PROTECT run from its begin in each process. Each update's
+loss is written with all bits, and at the end a digest of the parameters. With FSDP in it they are sharded,
+with RAM they come from rank 0; with SEEDABLE it is Accelerate's own sampler. Two batches make an update, the
+last of an epoch one.
 """
 
 import contextlib
@@ -74,7 +75,11 @@ def train(run: Any) -> None:
     if run is None:
         accelerator, model, optimizer, loader, scheduler, held = make()
     else:
-        accelerator, model, optimizer, loader, scheduler, held = ckptless.accelerate.keep(run, make)
+        made = make() if "PROTECT" in os.environ else ()
+        things = ckptless.accelerate.keep(run, (lambda: made) if made else make)
+        accelerator, model, optimizer, loader, scheduler, held = things
+        if "PAST" in os.environ:
+            loader = made[3]
     rank, updates = accelerator.process_index, 0 if run is None else run.step
     for _epoch in range(0 if run is None else run.epoch, EPOCHS):
         for x, y in loader:
@@ -121,4 +126,7 @@ if "PLAIN" in os.environ:
 else:
     import ckptless.accelerate
 
-    ckptless.run(train, commit_every=int(os.environ.get("EVERY", "1")))
+    if "PROTECT" in os.environ:
+        train(ckptless.protect())
+    else:
+        ckptless.run(train, commit_every=int(os.environ.get("EVERY", "1")))

@@ -24,9 +24,11 @@ ENVIRONMENTS = {
     "worker": {"WORKERS": "1"},
     "fsdp2": {"FSDP": "1"},
     "seedable": {"SEEDABLE": "1"},
+    "protect": {"PROTECT": "1"},
+    "protect fsdp2": {"PROTECT": "1", "FSDP": "1"},
     "from one": {"FSDP": "1", "RAM": "1"},
 }
-SLOW = ("seedable", "from one")
+SLOW = ("seedable", "protect fsdp2", "from one")
 
 
 @pytest.mark.parametrize(
@@ -72,6 +74,22 @@ def test_twenty_kills(tmp_path: Path, how: str) -> None:
     env = ENVIRONMENTS[how]
     kills = ",".join(f"{2 * n + 1}:{n % RANKS}" for n in range(20))
     assert protected(SCRIPT, tmp_path, 11, kills, env) == plain(SCRIPT, tmp_path, 11, env)
+
+
+@pytest.mark.parametrize(
+    ("how", "told"),
+    [("PAST", "loop over the loader that keep returns"), ("LOGGER", "init_trackers was called before keep")],
+)
+def test_what_was_made_before_keep_and_would_be_lost_is_refused(tmp_path: Path, how: str, told: str) -> None:
+    env = {"PROTECT": "1", how: "mlflow"}
+    if how == "LOGGER":
+        pytest.importorskip("mlflow", reason="no mlflow: pip install mlflow-skinny")
+        env |= {"MLFLOW_ALLOW_FILE_STORE": "true", "MLFLOW_TRACKING_URI": f"file:{tmp_path}/mlruns"}
+    options = ["--nodes", RANKS, "--tee", "none"]
+    with Job(tmp_path / "job", options, [SCRIPT, tmp_path / "ours", 1, ""], env) as job:
+        job.ended(1)
+        (row,) = job.ledger().jobs
+        assert told in str(row.reason)
 
 
 def test_a_commit_in_the_middle_of_an_accumulation_is_refused(tmp_path: Path) -> None:
