@@ -40,11 +40,12 @@ def name_by_job() -> None:
     """Have trackers that begin from here on write the run of the job, whatever process they are in."""
     if env.read().agent_socket is None:
         return
-    _find_runs(os.environ["TORCHELASTIC_RUN_ID"])
+    _name_runs(os.environ["TORCHELASTIC_RUN_ID"])
 
 
 @functools.cache
-def _find_runs(job: str) -> None:
+def _name_runs(job: str) -> None:
+    """Have them begin with the job's run, or its name, where the script gives none."""
     for kind, name in ((MLflowTracker, _name_in_mlflow), (WandBTracker, _name_in_wandb)):
         kind.start = _named(kind.start, functools.partial(name, job=job))
 

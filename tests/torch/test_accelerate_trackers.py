@@ -49,7 +49,7 @@ def _in_a_job(monkeypatch: pytest.MonkeyPatch) -> None:
     # Set by what is tested.
     for kind in (MLflowTracker, WandBTracker):
         monkeypatch.setattr(kind, "start", kind.start)
-    monkeypatch.setattr(adapter, "_find_runs", functools.cache(adapter._find_runs.__wrapped__))
+    monkeypatch.setattr(adapter, "_name_runs", functools.cache(adapter._name_runs.__wrapped__))
 
 
 class Process:
