@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from ckptless.daemon.protocol.errors import UsageError
+
 
 class GenerationEnded(BaseException):
     """Raised where a rank works in a generation that has been declared over.
@@ -17,6 +19,12 @@ class CollectiveFailed(RuntimeError):
 
 class TorchMismatch(RuntimeError):
     """The installed torch lacks something, or has it in another shape, that recovery stands on."""
+
+
+class CarriedError(UsageError):
+    """A refusal of steps that stood on what no version has: another try would make the next one without it,
+    and so end well, with other numbers. It ends the job, whatever steps there have been.
+    """
 
 
 class StateMoved(RuntimeError):

@@ -71,7 +71,8 @@ class Limits(Value, frozen=True, kw_only=True):
     between; the last budget is for what comes again and again with steps in between.
 
     rung        answers                          budget                            over it
-    none        a rank refused, no step yet      none                              the job fails
+    none        a rank refused, no step yet,     none                              the job fails
+                or what no version has
     in-process  a rank raised                    `raise_tries` in a row            process
                 a collective broke, no step      `process_tries` in a row          the job fails
     process     a rank raised again              1 more in a row                   the job fails

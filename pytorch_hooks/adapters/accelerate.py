@@ -20,6 +20,7 @@ import ckptless
 from ckptless.daemon.protocol.errors import UsageError
 from ckptless.pytorch_hooks.adapters.accelerate_trackers import Trackers, name_by_job
 from ckptless.pytorch_hooks.adapters.prepared import ACCELERATE, Prepared
+from ckptless.pytorch_hooks.errors import CarriedError
 
 # What is read or set on an Accelerator.
 HOOKS = "distributed_type is_fsdp2 scaler step"
@@ -98,7 +99,7 @@ class _Made:
             step = self._run.step
             for batch in begin():
                 if self._run.step != step:
-                    raise UsageError(told)
+                    raise CarriedError(told)
                 yield batch
 
         # Accelerate asks the object for it, not its class.

@@ -23,7 +23,13 @@ from ckptless.pytorch_hooks.commit.cadence import Cadence, checked
 from ckptless.pytorch_hooks.commit.copying import Wanted, checked_overlap
 from ckptless.pytorch_hooks.devices import accelerator
 from ckptless.pytorch_hooks.elastic.exact import Exact
-from ckptless.pytorch_hooks.errors import CollectiveFailed, DeviceLost, GenerationEnded, TorchMismatch
+from ckptless.pytorch_hooks.errors import (
+    CarriedError,
+    CollectiveFailed,
+    DeviceLost,
+    GenerationEnded,
+    TorchMismatch,
+)
 from ckptless.pytorch_hooks.process_groups.groups import ProcessGroups
 from ckptless.pytorch_hooks.running import rehearsing, standalone
 from ckptless.pytorch_hooks.running.training import COLLECTIVE_TIMEOUT, Run
@@ -328,7 +334,7 @@ class _Worker:
         """Return the word for what a script has raised; of memory that a device lacks, once there is more."""
         if isinstance(error, StateUnavailableError):
             return "no-state"
-        if isinstance(error, REFUSALS) and self._run.begins:
+        if isinstance(error, CarriedError) or (isinstance(error, REFUSALS) and self._run.begins):
             return "refused"
         built = part.restore_step is None or self._run.has_state
         if not isinstance(error, torch.OutOfMemoryError) or built:

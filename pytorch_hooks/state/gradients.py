@@ -11,6 +11,7 @@ from typing import Any, TypeAlias
 import torch
 
 from ckptless.daemon.protocol.errors import UsageError
+from ckptless.pytorch_hooks.errors import CarriedError
 from ckptless.pytorch_hooks.state import private, raw
 from ckptless.pytorch_hooks.state.objects import State, every_parameter, parts_of, tree_of
 from ckptless.pytorch_hooks.state.walk import shown
@@ -126,7 +127,7 @@ def check_used(state: State, *, pending: bool = False) -> None:
 def _unused(state: State) -> str | None:
     for name, parameter in every_parameter(state):
         if parameter.__dict__.get(_WATCHED):
-            raise UsageError(
+            raise CarriedError(
                 f"{shown(name)} carries its gradient over from one step to the next, and gradients are not "
                 "saved: call zero_grad in every step"
             )

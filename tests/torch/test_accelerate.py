@@ -21,6 +21,7 @@ import ckptless.accelerate
 from ckptless.daemon.protocol.errors import UsageError
 from ckptless.pytorch_hooks.adapters import accelerate as adapter
 from ckptless.pytorch_hooks.adapters.prepared import HOOKS, LOOP, Prepared
+from ckptless.pytorch_hooks.errors import CarriedError
 
 DATA = torch.utils.data.TensorDataset(torch.randn(16, 4))
 
@@ -80,7 +81,7 @@ def test_a_second_loader_may_be_gone_through_between_steps_and_not_beside_them()
     beside = iter(held)
     next(beside)
     run.step = 2
-    with pytest.raises(UsageError, match="a second loader gives batches to the steps of the training"):
+    with pytest.raises(CarriedError, match="a second loader gives batches to the steps of the training"):
         list(beside)
 
 
