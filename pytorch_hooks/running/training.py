@@ -804,6 +804,11 @@ class Run:
         kept.tensors.check_built()
         kept.tensors.check_shared()
         gradients.check_used(kept.state, pending=kept.fsdp.holds_gradients())
+        if not self.sets_up_once and _has_rpc():
+            raise UsageError(
+                "this process is a worker of torch.distributed.rpc, which cannot meet again with a new one "
+                "after a fault: leave init_rpc out, or take ckptless.protect(), whose processes are all new"
+            )
         if self._assigned.sizes and kept.cuts != kept.tensors.planned.digest:
             cutting.check(kept.tensors)
             kept.cuts = kept.tensors.planned.digest
@@ -900,6 +905,14 @@ class Run:
 
 
 _END = object()
+
+
+def _has_rpc() -> bool:
+    rpc = sys.modules.get("torch.distributed.rpc")
+    try:
+        return rpc is not None and rpc.get_worker_info() is not None
+    except RuntimeError:  # There is none: torch has no other word for it.
+        return False
 
 
 def _number(loss: float | torch.Tensor | None) -> float | DeviceNumber | None:

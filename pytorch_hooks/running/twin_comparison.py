@@ -18,7 +18,7 @@ TOLD = 2048
 _SHOULD = (
     "nothing in the State says that they should: build and train the same on every rank (the same seed, or "
     "DistributedDataParallel), or shard by DTensors (fully_shard, parallelize_module, distribute_tensor); "
-    "what each rank has for itself can be buffers, or plain data in the State"
+    "what each rank has for itself can be buffers, or plain data in the State; a pipeline is not supported"
 )
 
 

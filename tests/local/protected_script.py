@@ -1,7 +1,8 @@
 """A script that is no function, as nanoGPT's train.py: `protected_script.py OUT STEPS KILLS`.
 
 KILLS is "STEP:RANK,...", of a step that is done: where its process kills itself, or with "raise:STEP:RANK"
-raises. Under torchrun nothing is protected. Each rank writes its losses, and at the end a digest of all.
+raises. Under torchrun nothing is protected. Each rank writes its losses, and at the end a digest of all. With
+RPC in the environment each batch comes back from the other rank.
 """
 
 import hashlib
@@ -12,6 +13,7 @@ from pathlib import Path
 
 import torch
 import torch.distributed as dist
+import torch.distributed.rpc as rpc
 from torch import nn
 from torch.distributed import destroy_process_group, init_process_group
 from torch.nn.parallel import DistributedDataParallel
@@ -43,6 +45,8 @@ def strike(step: int) -> None:
 def get_batch() -> tuple[torch.Tensor, torch.Tensor]:
     """Draw one, as nanoGPT does."""
     x = torch.randn(8, 16)
+    if "RPC" in os.environ:
+        x = rpc.rpc_sync(f"w{1 - rank}", torch.add, args=(x, rank))
     return x, x.argmax(1) % 4
 
 
@@ -51,6 +55,8 @@ model = DistributedDataParallel(
     nn.Sequential(nn.Linear(16, 32), nn.BatchNorm1d(32), nn.ReLU(), nn.Linear(32, 4))
 )
 optimizer = torch.optim.AdamW(model.parameters(), lr=1e-2)
+if "RPC" in os.environ:
+    rpc.init_rpc(f"w{rank}", rank=rank, world_size=2)  # type: ignore[no-untyped-call]
 strike(-1)
 state = run.keep(ckptless.State(model=model, optimizer=optimizer, best=9.0))
 
@@ -71,6 +77,8 @@ digest = hashlib.sha256(b"".join(p.detach().numpy().tobytes() for p in model.par
 (OUT / f"final-{rank}.txt").write_text(
     f"{digest.hexdigest()} {model.module[1].running_mean.sum().item().hex()}\n"
 )
+if "RPC" in os.environ:
+    rpc.shutdown()
 if "PLAIN" in os.environ:
     dist.barrier()
     # Stock Gloo groups now and then crash a process that ends with them.

@@ -69,6 +69,7 @@ def test_a_rank_that_dies_every_time(tmp_path: Path) -> None:
 
 REFUSED = """
 import sys, torch, ckptless
+import torch.distributed.rpc
 who, where = sys.argv[1:]
 
 def train(run):
@@ -76,6 +77,8 @@ def train(run):
         print("built", run.rank)
         if where == "build" and who in ("all", str(run.rank)):
             return "no State"
+        if where == "rpc":
+            torch.distributed.rpc.init_rpc(f"w{run.rank}", rank=run.rank, world_size=2)
         torch.manual_seed(0)
         model = torch.nn.Linear(1, 1)
         return ckptless.State(model=model, optimizer=torch.optim.SGD(model.parameters(), lr=0.1))
@@ -100,6 +103,7 @@ ckptless.run(train)
         ("build", "all", "must return a State"),
         ("build", "1", "must return a State"),
         ("commit", "all", "has a gradient"),
+        ("rpc", "all", "is a worker of torch.distributed.rpc"),
         # At the second step: without what the first one had, it would go well at the next try.
         ("carry", "all", "carries its gradient over"),
     ],

@@ -31,6 +31,17 @@ def test_it_ends_as_without_faults(tmp_path: Path, faults: str) -> None:
     assert told(tmp_path / "ours") == plain(SCRIPT, tmp_path, STEPS, {})
 
 
+def test_workers_of_rpc_meet_again(tmp_path: Path) -> None:
+    env = {"RPC": "1"}
+    options = ["--nodes", RANKS, "--tee", "none", "--max-stall", 60]
+    with Job(tmp_path / "job", options, [SCRIPT, tmp_path / "ours", STEPS, "3:1,7:0"], env) as job:
+        job.ended(0, FAULTY_DEADLINE_S)
+        # Who asks the one that died raises, too.
+        kinds = [one.kind for one in job.ledger().faults if one.kind not in ("broken", "raised")]
+        assert kinds == ["died", "died"], job.story()
+    assert told(tmp_path / "ours") == plain(SCRIPT, tmp_path, STEPS, env)
+
+
 def test_its_exit_code_is_the_job_s(tmp_path: Path) -> None:
     options = ["--nodes", RANKS, "--tee", "none"]
     with Job(tmp_path / "job", options, [SCRIPT, tmp_path / "ours", 2, ""], {"CODE": "7"}) as job:
