@@ -51,6 +51,7 @@ SETTINGS = ON_SLURM + "test_settings_of_a_site"
 SLURM_JOB = ON_SLURM + "test_the_first_job_on_slurm"
 HOSTS = "tests/local/test_hosts.py::test_a_process_and_a_host_are_lost"
 MEETING = "tests/local/test_meeting.py::test_a_node_is_lost_and_comes_back_in_vain"
+MPIRUN = "tests/local/test_meeting.py::test_mpirun_starts_it_and_a_node_is_lost"
 DEMO = "tests/slurm/test_demos.py::test_a_demo"
 PYTHON = By("tests/local/test_pages.py::test_it_runs")
 EXTRAS = By("tests/unit/repository/test_code_blocks.py::test_what_pages_install_is_installed_by_setup")
@@ -137,6 +138,7 @@ TABLE: dict[str, tuple[tuple[str, How], ...]] = {
         ("# hostfile", By(HOSTS, "its names and addresses")),
         ("$ ckptless-run --hosts", By(HOSTS)),
         ("$ export CKPTLESS_JOB_KEY_FILE", By(MEETING)),
+        ("$ mpirun", By(MPIRUN)),
         ("restartPolicy:", By(MEETING, "Kubernetes: its variables are set by the test")),
     ),
     "docs/lightning.md": (

@@ -5,15 +5,26 @@ from __future__ import annotations
 import contextlib
 import json
 import os
+import shutil
+import signal
+import sys
 from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 
-from .localrun import LAUNCHER, TOY, Job, newest_loss, recovered, same_as_reference, wait_until
+import pytest
+
+from .localrun import LAUNCHER, TOY, Job, fault, newest_loss, recovered, same_as_reference, wait_until
 from .namespaces import Hosts, hosts
 
 NODES, STEPS = 2, 100
 DEADLINE_S = 90.0
 PORT = 29512
+# In the place of ssh: hosts are addresses, and mpirun tells them apart by their names.
+REMOTE = """#!/bin/sh
+host=$1; shift
+exec ip netns exec {spaces}-$((${{host##*.}} - 1)) unshare --uts sh -c "hostname m$host; $*"
+"""
+BECOME = "import os, sys; os.execvp(sys.argv[1], sys.argv[1:])"
 
 
 class Pods:
@@ -116,3 +127,37 @@ def test_a_pod_is_told_to_end(tmp_path: Path) -> None:
         (run.home / "slow").unlink()
         jobs[0].ended(0, DEADLINE_S)
         same_as_reference(jobs[0], [], STEPS, NODES)
+
+
+@pytest.mark.skipif(not shutil.which("mpirun"), reason="needs Open MPI (Debian: openmpi-bin)")
+def test_mpirun_starts_it_and_a_node_is_lost(tmp_path: Path) -> None:
+    with pods(tmp_path, NODES + 1) as run:
+        remote = run.home / "remote"
+        remote.write_text(REMOTE.format(spaces=run.net.space(0).rpartition("-")[0]))
+        remote.chmod(0o755)
+        addresses = [run.net.address(number) for number in range(NODES + 1)]
+        here = f"{addresses[0].rpartition('.')[0]}.0/24"
+        begin = ["mpirun", "--allow-run-as-root", "--mca", "plm_rsh_agent", str(remote)]
+        begin += ["--mca", "oob_tcp_if_include", here, "--host", ",".join(addresses)]
+        begin += ["--map-by", "ppr:1:node", "--enable-recovery", "-x", "CKPTLESS_JOB_KEY_FILE"]
+        env = {"CKPTLESS_JOB_KEY_FILE": str(run.key), "OMP_NUM_THREADS": "1"}
+        env |= {"TOY_SLEEP_S": "0.1", "TOY_SLEEP_WHILE": str(run.home / "slow")}
+        faults = [fault("forward", "kill", 0, 5)]
+        words = ["--spares", 1, "--max-stall", 60, "--tee", "0", "--master-addr", addresses[0]]
+        script = [TOY, STEPS, run.home / "out", json.dumps(faults)]
+        launcher = ("-c", BECOME, *begin, sys.executable, *LAUNCHER)
+        state = run.home / "state"
+        with Job(tmp_path / "job", words, script, env, state_dir=state, launcher=launcher, way=()) as job:
+            job.home = run.home
+            wait_until(lambda: newest_loss(run.home) >= 10, DEADLINE_S, job)
+            for pid in run.net.processes(1):
+                # What mpirun itself has there stays: where that ends, mpirun ends all.
+                if b"orted" not in Path(f"/proc/{pid}/cmdline").read_bytes():
+                    with contextlib.suppress(ProcessLookupError):
+                        os.kill(pid, signal.SIGKILL)
+            wait_until(lambda: len(recovered(job.ledger())) == 2, DEADLINE_S, job)
+            (run.home / "slow").unlink()
+            job.ended(0, DEADLINE_S)
+            ledger = same_as_reference(job, faults, STEPS, NODES)
+            kinds = [one.kind for one in ledger.faults if one.kind != "broken"]
+            assert kinds == ["died", "node-lost"], job.story()
