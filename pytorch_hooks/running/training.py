@@ -27,6 +27,7 @@ from ckptless.pytorch_hooks.agent_session.session import Session
 from ckptless.pytorch_hooks.commit.cadence import Cadence
 from ckptless.pytorch_hooks.commit.copying import Copying, Wanted
 from ckptless.pytorch_hooks.commit.versions import Late, Versions, record_digest
+from ckptless.pytorch_hooks.cursor.own_loops import OwnLoops
 from ckptless.pytorch_hooks.devices import accelerator
 from ckptless.pytorch_hooks.devices.arrival import DeviceNumber
 from ckptless.pytorch_hooks.devices.memory import MemoryWatch
@@ -133,6 +134,7 @@ class Run:
         self._warmed: Warmed | None = None
         # Tells where what `train` has beside its State changes, once.
         self._outside = Outside(train, self._tell_outside) if train is not None else None
+        self._own_loops = OwnLoops(self._tell_outside)
         # Whether what this process writes has been read back.
         self._read_back = False
         # Of `ckptless-run --rehearse`; and what the newest record has.
@@ -669,7 +671,7 @@ class Run:
         while True:
             self._page.enter(DATA)
             began = time.monotonic()
-            with self._groups.ours():
+            with self._groups.ours(), self._own_loops.known():
                 batch = next(found, _END)
             self._page.enter(COMPUTE)
             self._page.waited_for_data(time.monotonic() - began)
@@ -826,6 +828,7 @@ class Run:
         kept.look.look(kept.tensors)
         if self._outside is not None:
             self._outside.look(kept.look)
+        self._own_loops.look()
         written = None
         if self._writes:
             written = self._copying.write(kept.tensors, step, self.generation, self._shard, self.rank)

@@ -119,3 +119,37 @@ def test_refused_before_the_first_step(tmp_path: Path, kind: str, words: tuple[s
         job.ended(1)
         assert all(word in job.stderr for word in words), job.story()
         assert not read_toy(tmp_path / "out").losses
+
+
+PAST = """
+import sys, torch, ckptless
+from torch.utils.data import DataLoader
+
+def train(run):
+    def build():
+        model = torch.nn.parallel.DistributedDataParallel(torch.nn.Linear(2, 1))
+        return ckptless.State(model=model, optimizer=torch.optim.AdamW(model.parameters()))
+
+    state, loader = run.keep(build), DataLoader(torch.ones(6, 2), 1)
+    held = DataLoader(torch.ones(4, 2), 2)
+    for x in loader if sys.argv[1] == "past" else run.batches(loader):
+        state.model(x).mean().backward()
+        state.optimizer.step()
+        state.optimizer.zero_grad()
+        for y in held:
+            state.model(y)
+        run.commit()
+
+ckptless.run(train)
+"""
+
+
+@pytest.mark.parametrize("how", ["past", "by run.batches"])
+def test_a_loop_over_a_loader_that_nobody_knows_is_told(tmp_path: Path, how: str) -> None:
+    script = tmp_path / "script.py"
+    script.write_text(PAST)
+    with Job(tmp_path / "job", ["--nodes", RANKS, "--tee", "none"], [script, how]) as job:
+        job.ended(0)
+        told = [event.text for event in job.ledger().events if event.kind == "outside-state"]
+    assert len(told) == (how == "past")
+    assert all("takes batches of a DataLoader itself" in text for text in told)

@@ -1,0 +1,88 @@
+"""A script's own loops over a DataLoader, past `run.batches`: after a fault nobody knows where they were."""
+
+from __future__ import annotations
+
+import functools
+import weakref
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from typing import Any
+
+from torch.utils.data import DataLoader
+
+# Commits of a process that are looked at: who takes batches for each step does so from the first one on.
+LOOKS = 16
+
+
+class OwnLoops:
+    """Tells, once, where iterators of DataLoaders give batches to one step after the other. Main thread only.
+
+    An evaluation's ends before the next commit. A script may pass over what it has trained on by itself, so
+    that it is no error. Of torchdata's StatefulDataLoader a State may have the position: it is left out.
+    """
+
+    def __init__(self, tell: Callable[[str], None]) -> None:
+        self._tell = tell
+        self._looks = 0
+        self._known = False
+        # Those that live, what each had given at the last commit, and whether that was more than before it.
+        self._given: dict[int, tuple[weakref.ref[Any], int, bool]] = {}
+        _watch()
+        _listeners[:] = [self._begun]
+
+    @contextmanager
+    def known(self) -> Iterator[None]:
+        """What begins in here is ours."""
+        before, self._known = self._known, True
+        try:
+            yield
+        finally:
+            self._known = before
+
+    def _begun(self, iterator: Any) -> None:
+        if not self._known:
+            self._given[id(iterator)] = weakref.ref(iterator), 0, False
+
+    def look(self) -> None:
+        """Look, at a commit."""
+        if self._looks == LOOKS:
+            return
+        self._looks += 1
+        found = False
+        for number, (reference, before, grew) in list(self._given.items()):
+            iterator = reference()
+            if iterator is None:
+                del self._given[number]
+                continue
+            # Private to torch: without it nothing is told.
+            now = getattr(iterator, "_num_yielded", 0)
+            found |= grew and now > before > 0
+            self._given[number] = reference, now, now > before
+        if found:
+            self._tell(
+                "the script takes batches of a DataLoader itself, and no commit has where it is: after a "
+                "fault it begins that anew, and steps train on other batches. Take them by "
+                "run.batches(loader)"
+            )
+        if found or self._looks == LOOKS:
+            self._looks = LOOKS
+            self._given.clear()
+            _listeners.clear()
+
+
+_listeners: list[Callable[[Any], None]] = []
+
+
+@functools.cache
+def _watch() -> None:
+    """Have the listener told of each iterator of a DataLoader that begins, from here on."""
+    begin = DataLoader.__iter__
+
+    @functools.wraps(begin)
+    def watched(loader: DataLoader[Any]) -> Any:
+        iterator = begin(loader)
+        for listener in _listeners:
+            listener(iterator)
+        return iterator
+
+    DataLoader.__iter__ = watched  # type: ignore[method-assign]

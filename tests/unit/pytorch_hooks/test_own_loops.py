@@ -1,0 +1,86 @@
+"""A script that loops over a DataLoader past `run.batches` is told so; whoever does not is not."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+import pytest
+import torch
+from torch.utils.data import DataLoader
+
+from ckptless.pytorch_hooks.cursor.own_loops import LOOKS, OwnLoops
+
+DATA = torch.utils.data.TensorDataset(torch.randn(64, 2))
+COMMITS = 2 * LOOKS
+
+
+@pytest.fixture
+def told() -> list[str]:
+    return []
+
+
+@pytest.fixture
+def loops(told: list[str]) -> OwnLoops:
+    return OwnLoops(told.append)
+
+
+@pytest.mark.parametrize("batches", [1, 2])
+def test_a_loop_of_steps_is_told_once(loops: OwnLoops, told: list[str], batches: int) -> None:
+    iterator = iter(DataLoader(DATA, batch_size=1))
+    for _ in range(10):
+        for _ in range(batches):
+            next(iterator)
+        loops.look()
+    assert len(told) == 1
+    assert "run.batches(loader)" in told[0]
+
+
+def test_one_that_begins_late_is_told(loops: OwnLoops, told: list[str]) -> None:
+    for _ in range(LOOKS - 2):
+        loops.look()
+    iterator = iter(DataLoader(DATA))
+    for _ in range(4):
+        next(iterator)
+        loops.look()
+    assert len(told) == 1
+
+
+def test_what_run_batches_takes_is_ours(loops: OwnLoops, told: list[str]) -> None:
+    def batches() -> Iterator[object]:
+        yield from DataLoader(DATA, batch_size=1)
+
+    found = batches()
+    for _ in range(COMMITS):
+        with loops.known():
+            next(found)
+        loops.look()
+    assert told == []
+
+
+@pytest.mark.parametrize("workers", [0, 1])
+def test_an_evaluation_is_none(loops: OwnLoops, told: list[str], workers: int) -> None:
+    loader: DataLoader[object] = DataLoader(
+        DATA, batch_size=16, num_workers=workers, persistent_workers=bool(workers)
+    )
+    for _ in range(6):
+        for _batch in loader:
+            pass
+        loops.look()
+    assert told == []
+
+
+def test_a_batch_that_is_used_for_all_steps_is_none(loops: OwnLoops, told: list[str]) -> None:
+    iterator = iter(DataLoader(DATA))
+    next(iterator)
+    for _ in range(COMMITS):
+        loops.look()
+    assert told == []
+
+
+def test_nobody_listens_once_it_is_told_or_found_to_be_none(loops: OwnLoops) -> None:
+    for _ in range(LOOKS):
+        loops.look()
+    iterator = iter(DataLoader(DATA))
+    next(iterator)
+    loops.look()
+    assert loops._given == {}
