@@ -286,6 +286,7 @@ class _Protected:
             loop.batches.leave()
         loop.batches = Prepared(super().get_train_dataloader())  # type: ignore[misc]
         loop.batches.run = loop.run
+        loop.run.counts_epochs()
         return loop.batches
 
     def _init_training_state(

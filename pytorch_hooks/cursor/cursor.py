@@ -30,6 +30,7 @@ from torch.utils.data import (
 
 from ckptless.daemon.protocol.errors import ProtocolError, UsageError
 from ckptless.pytorch_hooks.cursor.loader_state import LoaderState, drawn, redraw
+from ckptless.pytorch_hooks.errors import CarriedError
 from ckptless.pytorch_hooks.state import raw, rng
 from ckptless.pytorch_hooks.state.second_look import is_due
 
@@ -92,6 +93,13 @@ class Cursors:
     ) -> None:
         self._new = partial(Cursor, calls, shared, tell)
         self._named: dict[str, Cursor] = {"": self._new()}
+        # Since the training function was entered: up to which epoch each loader was asked for, where that was
+        # for several at once, and 0 where it was for one after the other.
+        self._asked: dict[str, int] = {}
+
+    def enter(self) -> None:
+        """The training function is entered, and asks for all of its epochs again."""
+        self._asked.clear()
 
     @property
     def position(self) -> LoaderPosition:
@@ -99,8 +107,19 @@ class Cursors:
         return self._named[""].position
 
     def batches(self, loader: Iterable[Any], epochs: int, name: str) -> Iterator[Any]:
-        """See Cursor."""
-        return self._named.setdefault(name, self._new()).batches(loader, epochs)
+        """Batches from the position on: of one epoch the rest, of several what is left of them in the job.
+
+        Raises CarriedError where a loader is asked for both.
+        """
+        asked, several = self._asked.get(name), epochs != 1
+        if asked is not None and several != bool(asked):
+            raise CarriedError(
+                "run.batches gives several epochs of a loader, and single ones of the same: after a fault "
+                "nobody could tell which are over. Give one of them a name: run.batches(..., name=...)"
+            )
+        first = (asked or 0) if several else None
+        self._asked[name] = 0 if first is None else first + epochs
+        return self._named.setdefault(name, self._new()).batches(loader, epochs, first)
 
     def end_epoch(self, name: str) -> None:
         """See Cursor."""
@@ -208,9 +227,10 @@ class Cursor:
 
     # ---------------------------------------------------------------------------------- batches
 
-    def batches(self, loader: Iterable[Any], epochs: int) -> Iterator[Any]:
-        """Batches from the position on, to the end of `epochs` epochs from the current one's begin."""
-        for _ in range(epochs):
+    def batches(self, loader: Iterable[Any], epochs: int = 1, first: int | None = None) -> Iterator[Any]:
+        """Batches from the position on, to the end of `epochs` epochs; they begin with `first`, or here."""
+        end = epochs + (self.position.epoch if first is None else first)
+        while self.position.epoch < end:
             yield from self._rest_of_epoch(loader)
             self.position = LoaderPosition(epoch=self.position.epoch + 1)
 

@@ -1,4 +1,4 @@
-"""A script's own loops over a DataLoader, past `run.batches`: after a fault nobody knows where they were."""
+"""A script's own loops, over a DataLoader or over epochs: after a fault nobody knows where they were."""
 
 from __future__ import annotations
 
@@ -15,14 +15,18 @@ LOOKS = 16
 
 
 class OwnLoops:
-    """Tells, once, where iterators of DataLoaders give batches to one step after the other. Main thread only.
+    """Tells, once each, of loops that would not go on where a fault cut them off. Main thread only.
 
-    An evaluation's ends before the next commit. A script may pass over what it has trained on by itself, so
-    that it is no error. Of torchdata's StatefulDataLoader a State may have the position: it is left out.
+    Where iterators of DataLoaders give batches to one step after the other; an evaluation's ends before the
+    next commit. Of torchdata's StatefulDataLoader a State may have the position: it is left out. And where
+    epoch follows epoch, and nobody has asked which. A script may have its own ways to go on, so that neither
+    is an error.
     """
 
     def __init__(self, tell: Callable[[str], None]) -> None:
         self._tell = tell
+        # Whether the script has asked for the epoch; and for the step, since the last epoch ended.
+        self.knows_epochs = self.asked = False
         self._looks = 0
         self._known = False
         # Those that live, what each had given at the last commit, and whether that was more than before it.
@@ -42,6 +46,16 @@ class OwnLoops:
     def _begun(self, iterator: Any) -> None:
         if not self._known:
             self._given[id(iterator)] = weakref.ref(iterator), 0, False
+
+    def next_epoch(self, epoch: int) -> None:
+        """The rest of this epoch is asked for."""
+        if epoch == 0 or self.knows_epochs or self.asked:
+            return
+        self.knows_epochs = True
+        self._tell(
+            "the script goes from epoch to epoch and does not ask run.epoch: after a fault its loop begins "
+            "at its first epoch again, and trains for too many. Write for epoch in range(run.epoch, epochs)"
+        )
 
     def look(self) -> None:
         """Look, at a commit."""

@@ -50,6 +50,7 @@ class Loaders:
         """A generation begins; where nothing is restored in it, so do the loaders."""
         self._rank, self._generation = part.rank, part.generation
         self._most_ranks = max(part.sizes, default=0)
+        self._cursors.enter()
         if part.restore_step is None:
             self._cursors = self._new()
         for _loader, feed in self._fed.values():

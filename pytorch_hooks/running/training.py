@@ -245,12 +245,18 @@ class Run:
     @property
     def step(self) -> int:
         """The newest step that is done; 0 right after `keep` built the state."""
+        self._own_loops.asked = True
         return self._step
 
     @property
     def epoch(self) -> int:
         """The epoch of the data that `batches` is in, of the loader that is not named."""
+        self._own_loops.knows_epochs = True
         return self.loaders.epoch
+
+    def counts_epochs(self) -> None:
+        """Say that whoever calls `batches` knows which epoch it is in, as a framework's loop does."""
+        self._own_loops.knows_epochs = True
 
     @property
     def spare(self) -> bool:
@@ -629,12 +635,16 @@ class Run:
     def batches(self, loader: Iterable[Any], epochs: int = 1, *, name: str = "") -> Iterator[Any]:
         """Batches of `loader` from the committed position on, to the end of `epochs` epochs.
 
-        The position is committed with the step. A loop over epochs goes `for epoch in range(run.epoch, n)`.
+        The position is committed with the step. Of one epoch it is the rest of the present one: a loop over
+        epochs goes `for epoch in range(run.epoch, n)`. Several are counted from the begin of the job: after a
+        fault it is what is left of them.
         A loader with state_dict and load_state_dict is continued by them; any other is begun again in a new
         process, and the batches already trained on are passed over. Of several loaders each has a `name`.
         UsageError where the job is elastic and the loader no MappedLoader, or its batches are too small.
         """
         self._need_state("batches")
+        if epochs == 1 and not name and not any("epoch" in key for key in vars(self._kept.state)):
+            self._own_loops.next_epoch(self.loaders.epoch)
         return self._guarded(self.loaders.batches(loader, epochs, name))
 
     def local_batch(self, batch_size: int) -> int:
@@ -676,6 +686,7 @@ class Run:
             self._page.enter(COMPUTE)
             self._page.waited_for_data(time.monotonic() - began)
             if batch is _END:
+                self._own_loops.asked = False
                 return
             yield batch
 

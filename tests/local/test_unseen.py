@@ -121,9 +121,12 @@ def test_refused_before_the_first_step(tmp_path: Path, kind: str, words: tuple[s
         assert not read_toy(tmp_path / "out").losses
 
 
-PAST = """
-import sys, torch, ckptless
+LOOPS = """
+import os, signal, sys, torch, ckptless
+from pathlib import Path
 from torch.utils.data import DataLoader
+
+HOW, OUT = sys.argv[1], Path(sys.argv[2])
 
 def train(run):
     def build():
@@ -132,24 +135,45 @@ def train(run):
 
     state, loader = run.keep(build), DataLoader(torch.ones(6, 2), 1)
     held = DataLoader(torch.ones(4, 2), 2)
-    for x in loader if sys.argv[1] == "past" else run.batches(loader):
+    def steps():
+        if HOW == "several":
+            yield from run.batches(loader, epochs=3)
+        else:
+            first = 0 if HOW == "does not ask" else run.epoch
+            for _ in range(first, 3):
+                yield from loader if HOW == "past" else run.batches(loader)
+    for x in steps():
         state.model(x).mean().backward()
         state.optimizer.step()
         state.optimizer.zero_grad()
         for y in held:
             state.model(y)
         run.commit()
+        if run.step == 9 and run.rank == 1 and run.generation == 1 and HOW != "past":
+            os.kill(os.getpid(), signal.SIGKILL)
+    (OUT / f"steps-{run.rank}").write_text(str(run.step))
 
 ckptless.run(train)
 """
 
 
-@pytest.mark.parametrize("how", ["past", "by run.batches"])
-def test_a_loop_over_a_loader_that_nobody_knows_is_told(tmp_path: Path, how: str) -> None:
+@pytest.mark.parametrize(
+    ("how", "words", "steps"),
+    [
+        ("past", "takes batches of a DataLoader itself", 18),
+        ("does not ask", "range(run.epoch, epochs)", 24),
+        ("asks", "", 18),
+        ("several", "", 18),
+    ],
+)
+def test_a_loop_that_would_not_go_on_where_it_was_is_told(
+    tmp_path: Path, how: str, words: str, steps: int
+) -> None:
     script = tmp_path / "script.py"
-    script.write_text(PAST)
-    with Job(tmp_path / "job", ["--nodes", RANKS, "--tee", "none"], [script, how]) as job:
+    script.write_text(LOOPS)
+    with Job(tmp_path / "job", ["--nodes", RANKS, "--tee", "none"], [script, how, tmp_path]) as job:
         job.ended(0)
-        told = [event.text for event in job.ledger().events if event.kind == "outside-state"]
-    assert len(told) == (how == "past")
-    assert all("takes batches of a DataLoader itself" in text for text in told)
+        told = {event.text for event in job.ledger().events if event.kind == "outside-state"}
+    assert len(told) == bool(words)
+    assert all(words in text for text in told)
+    assert {(tmp_path / f"steps-{rank}").read_text() for rank in range(RANKS)} == {str(steps)}

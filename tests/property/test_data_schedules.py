@@ -118,8 +118,8 @@ class Replica:
     def enter(self, replica: int, replicas: int) -> None:
         """The training function is called (again), maybe as another replica."""
         self.loader._replica, self.loader._replicas = replica, replicas
-        left = self.job.epochs - self.cursors.position.epoch
-        self.batches = self.cursors.batches(self.loader, left, "")
+        self.cursors.enter()
+        self.batches = self.cursors.batches(self.loader, self.job.epochs, "")
 
 
 @st.composite

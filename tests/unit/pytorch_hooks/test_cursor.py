@@ -18,7 +18,7 @@ from torch.utils.data import DataLoader, Dataset, DistributedSampler, RandomSamp
 from ckptless.daemon.protocol.errors import ProtocolError, UsageError
 from ckptless.pytorch_hooks.cursor import Cursor, Cursors
 from ckptless.pytorch_hooks.cursor import cursor as subject
-from ckptless.pytorch_hooks.errors import GenerationEnded
+from ckptless.pytorch_hooks.errors import CarriedError, GenerationEnded
 from ckptless.pytorch_hooks.state import codec, rng
 
 EPOCHS = 6
@@ -738,3 +738,51 @@ def test_what_another_number_of_ranks_has_begun_stays_refused_after_a_commit() -
     begun = Cursor()
     begun.restore(Cursor().committed(), recut=True)
     assert len(list(begun.batches(loader, 1))) == 4
+
+
+EPOCHS_OF = {
+    "several at once": ((3, ""),),
+    "one after the other, from the present one": None,
+    "some, then others": ((2, ""), (2, "last"), (3, "more")),
+    "two times several": ((2, ""), (3, "")),
+}
+
+
+@pytest.mark.parametrize("how", EPOCHS_OF)
+@pytest.mark.parametrize("new", [False, True], ids=["living", "new process"])
+def test_wherever_a_fault_comes_the_epochs_are_as_many(how: str, *, new: bool) -> None:
+    def script(cursors: Cursors) -> Iterator[int]:
+        """What a training function does, each time that it is entered."""
+        cursors.enter()
+        calls = EPOCHS_OF[how]
+        if calls is None:
+            for _epoch in range(cursors.position.epoch, 3):
+                yield from cursors.batches(loaders[""], 1, "")
+            return
+        for epochs, name in calls:
+            yield from cursors.batches(loaders.setdefault(name, [10, 20, 30, 40]), epochs, name)
+
+    loaders: dict[str, Any] = {"": [1, 2, 3]}
+    want = list(script(Cursors()))
+    for at in range(1, len(want) + 1):
+        cursors, found = Cursors(), []
+        for batch in script(cursors):
+            found.append(batch)
+            saved = cursors.committed()
+            if len(found) == at:
+                break
+        if new:
+            cursors = Cursors()
+        cursors.restore(saved)
+        assert [*found, *script(cursors)] == want, at
+
+
+@pytest.mark.parametrize("calls", [(1, 2), (2, 1), (1, 1, 3)])
+def test_single_epochs_and_several_of_one_loader_are_refused(calls: tuple[int, ...]) -> None:
+    cursors = Cursors()
+    for epochs in calls[:-1]:
+        list(cursors.batches([1, 2], epochs, ""))
+    with pytest.raises(CarriedError, match="nobody could tell which are over"):
+        cursors.batches([1, 2], calls[-1], "")
+    # Another one is another phase.
+    assert len(list(cursors.batches([1, 2], calls[-1], "other"))) == 2 * calls[-1]

@@ -84,3 +84,14 @@ def test_nobody_listens_once_it_is_told_or_found_to_be_none(loops: OwnLoops) -> 
     next(iterator)
     loops.look()
     assert loops._given == {}
+
+
+@pytest.mark.parametrize("how", ["", "asks for the epoch", "asks for the step between epochs"])
+def test_a_loop_over_epochs_that_does_not_ask_where_it_is(loops: OwnLoops, told: list[str], how: str) -> None:
+    for epoch in range(4):
+        loops.knows_epochs |= how == "asks for the epoch"
+        loops.next_epoch(epoch)
+        # As at an epoch's end, and where a loop goes on until a step.
+        loops.asked = how == "asks for the step between epochs"
+    assert len(told) == (not how)
+    assert all("range(run.epoch, epochs)" in text for text in told)
