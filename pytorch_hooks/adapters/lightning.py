@@ -187,7 +187,7 @@ class _Batches:
 
     def __iter__(self) -> Iterator[Any]:
         self._owner.check_loaders()
-        self._owner.run.counts_epochs()
+        self._owner.run.counts_epochs = True
         yield from self._owner.run.batches(self._loader)
 
 

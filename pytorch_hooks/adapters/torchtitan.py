@@ -165,7 +165,7 @@ class _Loop:
 
     def _batches(self, _loader: object) -> Iterator[Any]:
         """Give the batches from the committed position on."""
-        self.run.counts_epochs()
+        self.run.counts_epochs = True
         found: Iterator[Any] = self._generate(self.run.batches(self._loader))
         return found
 

@@ -286,7 +286,7 @@ class _Protected:
             loop.batches.leave()
         loop.batches = Prepared(super().get_train_dataloader())  # type: ignore[misc]
         loop.batches.run = loop.run
-        loop.run.counts_epochs()
+        loop.run.counts_epochs = True
         return loop.batches
 
     def _init_training_state(

@@ -57,9 +57,6 @@ class StandaloneRun:
         """See Run."""
         return self._cursor.position.epoch
 
-    def counts_epochs(self) -> None:
-        """See Run; nothing is watched here."""
-
     def on_recovery(self, function: Callable[[Any], None]) -> None:
         """See Run; there is no recovery here."""
 

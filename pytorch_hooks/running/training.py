@@ -155,6 +155,8 @@ class Run:
         self._on_resize: list[Callable[[Run, int, int], None]] = []
         # See `building` and `repeat`; for what calls the training function.
         self.sets_up_once = False
+        # Whether who calls `batches` knows which epoch it is in, as a framework's loop does.
+        self.counts_epochs = False
         self.on_repeat: Callable[[m.Assigned, Callable[[], object]], None] | None = None
         self._was_spare = False
         self._aftermath = False
@@ -253,10 +255,6 @@ class Run:
         """The epoch of the data that `batches` is in, of the loader that is not named."""
         self._own_loops.knows_epochs = True
         return self.loaders.epoch
-
-    def counts_epochs(self) -> None:
-        """Say that whoever calls `batches` knows which epoch it is in, as a framework's loop does."""
-        self._own_loops.knows_epochs = True
 
     @property
     def spare(self) -> bool:
@@ -643,7 +641,8 @@ class Run:
         UsageError where the job is elastic and the loader no MappedLoader, or its batches are too small.
         """
         self._need_state("batches")
-        if epochs == 1 and not name and not any("epoch" in key for key in vars(self._kept.state)):
+        has_own = self.counts_epochs or any("epoch" in key for key in vars(self._kept.state))
+        if epochs == 1 and not name and not has_own:
             self._own_loops.next_epoch(self.loaders.epoch)
         return self._guarded(self.loaders.batches(loader, epochs, name))
 
