@@ -1,5 +1,7 @@
 """Finds what can be reached from an object and changes in training, and no commit has, by two looks at it."""
 
+import functools
+import inspect
 import random
 import sys
 from collections import deque
@@ -20,6 +22,14 @@ DEPTH = 8
 # So many things of a script are told of, each once.
 TOLD = 4
 _PLAIN = (bool, int, float, complex, str, bytes)
+# What changes from step to step, and torch looks after.
+_TRAINS = (
+    torch.nn.Module,
+    torch.optim.Optimizer,
+    torch.optim.lr_scheduler.LRScheduler,
+    torch.optim.lr_scheduler.ReduceLROnPlateau,
+    torch.amp.GradScaler,
+)
 
 Leaves = dict[str, Any]
 """By place: what compares equal as long as it has not changed."""
@@ -158,15 +168,17 @@ def _of_class(value: type) -> Iterator[tuple[str, Any]]:
 class Outside:
     """The surroundings of a training function, beside its State.
 
-    They are its script's globals, its closure, its object; and what functions in the State, and the classes
-    of its objects, keep for themselves.
+    They are its script's globals, its closure, its object; what functions in the State, and the classes of
+    its objects, keep for themselves; and of its own variables what torch trains with: a scheduler, say.
 
     Nobody can say whether the next step depends on it: what changes is told of, each once, and few in all.
     Main thread only.
     """
 
     def __init__(self, train: Callable[..., Any], tell: Callable[[str], None]) -> None:
-        self._train, self._tell = train, tell
+        while isinstance(train, functools.partial):
+            train = train.func
+        self._train, self._tell = inspect.unwrap(train), tell
         self._before: dict[str, Leaves] = {}
         self._told: set[str] = set()
 
@@ -181,6 +193,7 @@ class Outside:
         known = state.known()
         roots = {f"the global {name}": value for name, value in _globals(self._train)}
         roots["the training function"] = self._train
+        roots |= {f"the local {name}": value for name, value in _locals(self._train, known)}
         found_already = set(map(id, roots.values()))
         roots |= {place: value for place, value in state.functions() if id(value) not in found_already}
         now = {
@@ -196,6 +209,32 @@ class Outside:
                     "or a step that was cut off, has made of it. Put into the State what the next step "
                     "depends on"
                 )
+
+
+def _locals(train: Callable[..., Any], known: Mapping[int, Any]) -> Iterator[tuple[str, Any]]:
+    """Yield what trains among the variables of the script's functions that are under way here.
+
+    Numbers are left out, which change in any loop.
+    """
+    function = getattr(train, "__func__", train)
+    of_script = getattr(function, "__globals__", None)
+    if of_script is None or function.__module__.partition(".")[0] == "ckptless":
+        return
+    frame = sys._getframe()
+    while (caller := frame.f_back) is not None:
+        frame = caller
+        if frame.f_globals is not of_script or not frame.f_code.co_flags & inspect.CO_OPTIMIZED:
+            continue
+        variables = frame.f_locals
+        these = [(name, one) for name, one in variables.items() if isinstance(one, _TRAINS)]
+        if isinstance(variables, dict):
+            # A copy, until Python 3.13: what it has would live for a step longer.
+            variables.clear()
+        for name, one in these:
+            if id(one) not in known:
+                yield name, one if isinstance(one, torch.nn.Module) else one.state_dict()
+        if frame.f_code is getattr(function, "__code__", None):
+            return
 
 
 def _globals(train: Callable[..., Any]) -> Iterator[tuple[str, Any]]:

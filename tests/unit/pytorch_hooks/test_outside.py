@@ -1,0 +1,108 @@
+"""What a training function has beside its State and trains with is told of, once it has changed."""
+
+from __future__ import annotations
+
+import functools
+import gc
+import weakref
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+from torch.optim.swa_utils import AveragedModel
+
+from ckptless.pytorch_hooks.state import State, TensorSet
+from ckptless.pytorch_hooks.state.reach import Outside
+from ckptless.pytorch_hooks.state.second_look import SecondLook
+
+STEPS = 3
+HOWS = ("scheduler", "plateau", "average", "optimizer", "scaler")
+
+
+class Watched:
+    """A State, and who looks at what is beside it at each commit."""
+
+    def __init__(self, train: Callable[..., Any]) -> None:
+        model = torch.nn.Linear(2, 1)
+        self.optimizer = torch.optim.AdamW(model.parameters(), lr=0.1)
+        self.schedule = torch.optim.lr_scheduler.StepLR(self.optimizer, 1)
+        self.model = model
+        self.state = State(model=model, optimizer=self.optimizer, scheduler=self.schedule)
+        self.tensors = TensorSet(self.state)
+        self.look = SecondLook(self.state, self.tensors.names)
+        self.told: list[str] = []
+        self.outside = Outside(train, self.told.append)
+
+    def commit(self) -> None:
+        self.look.look(self.tensors)
+        self.outside.look(self.look)
+
+
+def forgets(run: Watched, how: str) -> None:
+    """Train with something that the State does not have."""
+    makes: dict[str, Callable[[], Any]] = {
+        "scheduler": lambda: torch.optim.lr_scheduler.StepLR(run.optimizer, 1),
+        "plateau": lambda: torch.optim.lr_scheduler.ReduceLROnPlateau(run.optimizer),
+        "average": lambda: AveragedModel(run.model),
+        "optimizer": lambda: torch.optim.SGD(run.model.parameters(), 0.1, momentum=0.9),
+        "scaler": lambda: torch.amp.GradScaler("cpu", growth_interval=1),
+    }
+    one = makes[how]()
+    for step in range(STEPS):
+        loss = run.model(torch.ones(1, 2)).sum()
+        (one.scale(loss) if how == "scaler" else loss).backward()
+        if how == "scaler":
+            one.step(run.optimizer)
+            one.update()
+        else:
+            run.optimizer.step()
+        if how == "plateau":
+            one.step(float(step))
+        elif how in ("scheduler", "optimizer"):
+            one.step()
+        elif how == "average":
+            one.update_parameters(run.model)
+        run.optimizer.zero_grad()
+        run.commit()
+
+
+@pytest.mark.parametrize("how", HOWS)
+def test_what_trains_beside_the_state_is_told_once(how: str) -> None:
+    for train in (forgets, functools.partial(forgets, how=how)):
+        run = Watched(train)
+        forgets(run, how)
+        (text,) = run.told
+        assert text.startswith("the local one"), text
+
+
+def keeps(run: Watched) -> None:
+    """Train with what the State has, by other names, and with what does not change."""
+    model, optimizer, schedule, criterion = run.model, run.optimizer, run.schedule, torch.nn.MSELoss()
+    teacher = torch.nn.Linear(2, 1)
+    for _ in range(STEPS):
+        loss = criterion(model(torch.ones(1, 2)), teacher(torch.ones(1, 2)).detach())
+        loss.backward()
+        optimizer.step()
+        optimizer.zero_grad()
+        schedule.step()
+        run.commit()
+
+
+def test_what_the_state_has_and_what_stays_is_not_told_of() -> None:
+    run = Watched(keeps)
+    keeps(run)
+    assert run.told == []
+
+
+def test_variables_do_not_live_longer_by_a_look() -> None:
+    def train(run: Watched) -> None:
+        batch = torch.ones(1, 2)
+        lives = weakref.ref(batch)
+        run.commit()
+        assert batch is not None
+        del batch
+        gc.collect()
+        assert lives() is None
+
+    train(Watched(train))
