@@ -133,7 +133,7 @@ class Run:
         # In a process that was made ready as a spare.
         self._warmed: Warmed | None = None
         # Tells where what `train` has beside its State changes, once.
-        self._outside = Outside(train, self._tell_outside) if train is not None else None
+        self._outside = Outside(train, self._tell_outside)
         self._own_loops = OwnLoops(self._tell_outside)
         # Whether what this process writes has been read back.
         self._read_back = False
@@ -381,8 +381,7 @@ class Run:
         """Let go of what was built for another number of ranks: there is no room for two states."""
         self._versions.forget(self._built.tensors if self._built is not None else None)
         self.loaders.forget()
-        if self._outside is not None:
-            self._outside.forget()
+        self._outside.forget()
         if self._built is None:
             return
         self._built, self._read_back = None, False
@@ -836,8 +835,7 @@ class Run:
         """Commit a step, of which nothing is to be waited for."""
         kept = self._kept
         kept.look.look(kept.tensors)
-        if self._outside is not None:
-            self._outside.look(kept.look)
+        self._outside.look(kept.look)
         self._own_loops.look()
         written = None
         if self._writes:

@@ -169,16 +169,17 @@ class Outside:
     """The surroundings of a training function, beside its State.
 
     They are its script's globals, its closure, its object; what functions in the State, and the classes of
-    its objects, keep for themselves; and of its own variables what torch trains with: a scheduler, say.
+    its objects, keep for themselves; and of its own variables what torch trains with: a scheduler, say. Of a
+    script that is no function (`train` is None) all globals are such variables.
 
     Nobody can say whether the next step depends on it: what changes is told of, each once, and few in all.
     Main thread only.
     """
 
-    def __init__(self, train: Callable[..., Any], tell: Callable[[str], None]) -> None:
+    def __init__(self, train: Callable[..., Any] | None, tell: Callable[[str], None]) -> None:
         while isinstance(train, functools.partial):
             train = train.func
-        self._train, self._tell = inspect.unwrap(train), tell
+        self._train, self._tell = None if train is None else inspect.unwrap(train), tell
         self._before: dict[str, Leaves] = {}
         self._told: set[str] = set()
 
@@ -191,9 +192,10 @@ class Outside:
         if len(self._told) >= TOLD or not state.is_whole:
             return
         known = state.known()
-        roots = {f"the global {name}": value for name, value in _globals(self._train)}
-        roots["the training function"] = self._train
-        roots |= {f"the local {name}": value for name, value in _locals(self._train, known)}
+        roots: dict[str, Any] = dict(_variables(self._train, known))
+        if self._train is not None:
+            roots |= {f"the global {name}": value for name, value in _globals(self._train)}
+            roots["the training function"] = self._train
         found_already = set(map(id, roots.values()))
         roots |= {place: value for place, value in state.functions() if id(value) not in found_already}
         now = {
@@ -211,29 +213,30 @@ class Outside:
                 )
 
 
-def _locals(train: Callable[..., Any], known: Mapping[int, Any]) -> Iterator[tuple[str, Any]]:
+def _variables(train: Callable[..., Any] | None, known: Mapping[int, Any]) -> Iterator[tuple[str, Any]]:
     """Yield what trains among the variables of the script's functions that are under way here.
 
     Numbers are left out, which change in any loop.
     """
     function = getattr(train, "__func__", train)
-    of_script = getattr(function, "__globals__", None)
-    if of_script is None or function.__module__.partition(".")[0] == "ckptless":
+    if getattr(function, "__module__", "").partition(".")[0] == "ckptless":
         return
+    of_script = sys.modules["__main__"].__dict__ if train is None else getattr(function, "__globals__", None)
     frame = sys._getframe()
     while (caller := frame.f_back) is not None:
         frame = caller
-        if frame.f_globals is not of_script or not frame.f_code.co_flags & inspect.CO_OPTIMIZED:
+        if frame.f_globals is not of_script:
             continue
         variables = frame.f_locals
-        these = [(name, one) for name, one in variables.items() if isinstance(one, _TRAINS)]
-        if isinstance(variables, dict):
+        where = "global" if variables is of_script else "local"
+        these = [(name, one) for name, one in list(variables.items()) if isinstance(one, _TRAINS)]
+        if isinstance(variables, dict) and variables is not of_script:
             # A copy, until Python 3.13: what it has would live for a step longer.
             variables.clear()
         for name, one in these:
             if id(one) not in known:
-                yield name, one if isinstance(one, torch.nn.Module) else one.state_dict()
-        if frame.f_code is getattr(function, "__code__", None):
+                yield f"the {where} {name}", one if isinstance(one, torch.nn.Module) else one.state_dict()
+        if train is not None and frame.f_code is getattr(function, "__code__", None):
             return
 
 

@@ -4,8 +4,10 @@ from __future__ import annotations
 
 import functools
 import gc
+import sys
 import weakref
 from collections.abc import Callable
+from types import ModuleType
 from typing import Any
 
 import pytest
@@ -23,7 +25,7 @@ HOWS = ("scheduler", "plateau", "average", "optimizer", "scaler")
 class Watched:
     """A State, and who looks at what is beside it at each commit."""
 
-    def __init__(self, train: Callable[..., Any]) -> None:
+    def __init__(self, train: Callable[..., Any] | None) -> None:
         model = torch.nn.Linear(2, 1)
         self.optimizer = torch.optim.AdamW(model.parameters(), lr=0.1)
         self.schedule = torch.optim.lr_scheduler.StepLR(self.optimizer, 1)
@@ -93,6 +95,29 @@ def test_what_the_state_has_and_what_stays_is_not_told_of() -> None:
     run = Watched(keeps)
     keeps(run)
     assert run.told == []
+
+
+def test_of_a_script_that_is_no_function_globals_are_told_of(monkeypatch: pytest.MonkeyPatch) -> None:
+    run = Watched(None)
+    script = """
+import torch
+average = torch.optim.swa_utils.AveragedModel(run.model)
+model, optimizer, steps = run.model, run.optimizer, 0
+for _ in range(3):
+    model(torch.ones(1, 2)).sum().backward()
+    optimizer.step()
+    optimizer.zero_grad()
+    average.update_parameters(model)
+    steps += 1
+    run.commit()
+"""
+    main = ModuleType("__main__")
+    vars(main)["run"] = run
+    monkeypatch.setitem(sys.modules, "__main__", main)
+    exec(script, vars(main))
+    (text,) = run.told
+    assert text.startswith("the global average.module."), text
+    assert vars(main)["steps"] == 3
 
 
 def test_variables_do_not_live_longer_by_a_look() -> None:
