@@ -11,7 +11,7 @@ import re
 import signal
 import string
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 
 from msgspec.structs import replace
@@ -61,6 +61,8 @@ class RankProcess:
     link: RankLink | None = None
     # Once it has said Hello.
     page: Page | None = None
+    # Held while it is asked where it is.
+    asking: asyncio.Lock = field(default_factory=asyncio.Lock)
     # While its native stacks are read; whether its log is still to have them.
     spied: asyncio.Task[None] | None = None
     unread: bool = False
@@ -290,8 +292,14 @@ class RankProcesses:
     async def _ask_where(self, one: RankProcess, page: Page, *, stopped: bool) -> None:
         """Write to a process's log what its threads are at; note where its main thread is in the script.
 
-        That is waited for, and the native stacks are not: whoever hangs is told of at once.
+        That is waited for, and the native stacks are not: whoever hangs is told of at once. Where it is being
+        asked already, until that is done: WRITTEN_S and HELD_S at most.
         """
+        async with one.asking:
+            if page.watched.at is None and not page.closed:
+                await self._ask(one, page, stopped=stopped)
+
+    async def _ask(self, one: RankProcess, page: Page, *, stopped: bool) -> None:
         pid, one.unread = one.process.pid, True
         _add(one, f"what the kernel says of process {pid}", stacks.kernels_view(pid))
         # One that is stopped cannot write its own; py-spy reads them, and is quick then.
