@@ -10,6 +10,8 @@ from typing import Any
 
 from torch.utils.data import DataLoader
 
+from ckptless.pytorch_hooks.torch_private.batches import given
+
 # Commits of a process that are looked at: who takes batches for each step does so from the first one on.
 LOOKS = 16
 
@@ -36,7 +38,7 @@ class OwnLoops:
 
     @contextmanager
     def known(self) -> Iterator[None]:
-        """What begins in here is ours."""
+        """Take iterators that begin in here for those of `run.batches`."""
         before, self._known = self._known, True
         try:
             yield
@@ -68,8 +70,7 @@ class OwnLoops:
             if iterator is None:
                 del self._given[number]
                 continue
-            # Private to torch: without it nothing is told.
-            now = getattr(iterator, "_num_yielded", 0)
+            now = given(iterator)
             found |= grew and now > before > 0
             self._given[number] = reference, now, now > before
         if found:

@@ -29,7 +29,7 @@ Bound = Literal["data", "compute"]
 
 @dataclass(frozen=True)
 class Slow(Generic[K]):
-    """Who is slower than the others: by so many seconds a step, by what, and the median of all."""
+    """A rank or a group that is slower than the others: by so many seconds a step, by what; all's median."""
 
     who: K
     by_s: float
@@ -81,7 +81,7 @@ class Shares:
 
     @property
     def bound(self) -> str:
-        """What most of a step's time goes into, by the name of its field."""
+        """The part that takes most of a step's time, by the name of its field."""
         return max(("compute", "data", "network", "waiting", "commit"), key=lambda name: getattr(self, name))
 
 

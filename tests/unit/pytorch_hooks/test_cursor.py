@@ -752,7 +752,7 @@ EPOCHS_OF = {
 @pytest.mark.parametrize("new", [False, True], ids=["living", "new process"])
 def test_wherever_a_fault_comes_the_epochs_are_as_many(how: str, *, new: bool) -> None:
     def script(cursors: Cursors) -> Iterator[int]:
-        """What a training function does, each time that it is entered."""
+        """Take batches as a training function does each time that it is entered."""
         cursors.enter()
         calls = EPOCHS_OF[how]
         if calls is None:
