@@ -281,6 +281,9 @@ GROUPS: Mapping[str, Mapping[str, Meaning]] = {
             "Something beside the State changes from step to step, and would be lost with the process",
             "Put it into the State; `ckptless-run --rehearse` names more",
         ),
+        "loop-over": Meaning(
+            "After a fault the script asked again for a loader whose loop was over, and got no batches of it",
+        ),
         "finalize": Meaning(
             "The script's `finalize` was called after a fault; where it failed, its process is replaced",
         ),

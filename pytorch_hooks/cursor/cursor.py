@@ -50,7 +50,8 @@ class LoaderPosition(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     that of the generators that the loader itself has; `drawn`: that which they have now, where `loader` is
     set. `seen`: a digest of the begin of that batch, where `begun` is set; `before`: the random state that it
     was fetched with, where to fetch it has moved a generator. `recut`: it is that of another number of ranks,
-    and says so in every commit until a loader has gone on from it.
+    and says so in every commit until a loader has gone on from it. `newest`: of several loaders it is the one
+    that has given a batch last.
     """
 
     epoch: int = 0
@@ -62,6 +63,7 @@ class LoaderPosition(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     seen: int = 0
     before: Any = None
     recut: bool = False
+    newest: bool = False
 
 
 @dataclass(frozen=True)
@@ -82,7 +84,8 @@ class Cursors:
     """The positions of a script's loaders, by name; "" is the one without. Main thread only.
 
     `calls()`: how many collectives this process has begun. `shared()`: by id what loaders have together with
-    the State. `tell`: takes a sentence for who runs the job.
+    the State. `tell`: takes a sentence for who runs the job. `over`: takes the name of a loader that was
+    asked for again, and whose loop is over.
     """
 
     def __init__(
@@ -90,12 +93,22 @@ class Cursors:
         calls: Callable[[], int] = lambda: 0,
         shared: Callable[[], Container[int]] = tuple,
         tell: Callable[[str], None] = lambda _text: None,
+        over: Callable[[str], None] = lambda _name: None,
     ) -> None:
         self._new = partial(Cursor, calls, shared, tell)
+        self._over = over
         self._named: dict[str, Cursor] = {"": self._new()}
-        # Since the training function was entered: up to which epoch each loader was asked for, where that was
-        # for several at once, and 0 where it was for one after the other.
-        self._asked: dict[str, int] = {}
+        # Since the training function was entered: whether each loader was asked for several epochs at once or
+        # for one after the other, and for how many.
+        self._asked: dict[str, tuple[bool, int]] = {}
+        # Of several at once, by the first of them: how many, whenever it was entered.
+        self._counts: dict[tuple[str, int], int] = {}
+        # The one that has given a batch last.
+        self._newest = ""
+        # What was restored is in the middle of this one, until that is asked for; and all that it is of,
+        # until they go on.
+        self._middle: str | None = None
+        self._restored: set[str] = set()
 
     def enter(self) -> None:
         """The training function is entered, and asks for all of its epochs again."""
@@ -106,20 +119,51 @@ class Cursors:
         """The position of the loader that is not named."""
         return self._named[""].position
 
-    def batches(self, loader: Iterable[Any], epochs: int, name: str) -> Iterator[Any]:
+    def batches(self, loader: Iterable[Any], epochs: int, name: str, *, knows: bool = True) -> Iterator[Any]:
         """Batches from the position on: of one epoch the rest, of several what is left of them in the job.
 
-        Raises CarriedError where a loader is asked for both.
+        A script begins at its top again, and asks for loops that are over: of these there is no rest, and no
+        next epoch. `knows`: it has asked which epoch or step it is in, so that it asks for what is to come;
+        but for loops before the one that the fault was in. Raises CarriedError where a loader is asked for
+        both one epoch and several, or for another number of them than before a fault.
         """
-        asked, several = self._asked.get(name), epochs != 1
-        if asked is not None and several != bool(asked):
+        several = epochs != 1
+        before, asked = self._asked.get(name, (several, 0))
+        if before != several:
             raise CarriedError(
                 "run.batches gives several epochs of a loader, and single ones of the same: after a fault "
                 "nobody could tell which are over. Give one of them a name: run.batches(..., name=...)"
             )
-        first = (asked or 0) if several else None
-        self._asked[name] = 0 if first is None else first + epochs
-        return self._named.setdefault(name, self._new()).batches(loader, epochs, first)
+        self._asked[name] = several, asked + epochs
+        cursor = self._named.setdefault(name, self._new())
+        if name == self._middle:
+            self._middle = None
+        if several and self._counts.setdefault((name, asked), epochs) != epochs:
+            raise CarriedError(
+                f"run.batches was asked for {self._counts[name, asked]} epochs before a fault, and for "
+                f"{epochs} after it: they are counted from the begin of the job, so give it the same number"
+            )
+        if several:
+            return self._given(name, cursor.batches(loader, epochs, asked))
+        return self._unless_over(name, cursor.batches(loader), asked, knows=knows)
+
+    def _unless_over(self, name: str, batches: Iterator[Any], asked: int, *, knows: bool) -> Iterator[Any]:
+        # Only now: of loaders side by side all are asked for before the first of them gives a batch.
+        if name in self._restored:
+            position = self._named[name].position
+            between = position.index == 0
+            # One with a name may be begun anew whenever it ends, beside another one.
+            past = (between and self._middle is not None) or (not knows and (between or not name))
+            if past and asked < position.epoch:
+                self._over(name)
+                return
+            self._restored.remove(name)
+        yield from self._given(name, batches)
+
+    def _given(self, name: str, batches: Iterator[Any]) -> Iterator[Any]:
+        for batch in batches:
+            self._newest = name
+            yield batch
 
     def end_epoch(self, name: str) -> None:
         """See Cursor."""
@@ -127,7 +171,10 @@ class Cursors:
 
     def committed(self) -> dict[str, Any]:
         """All positions, for the record."""
-        return {name: cursor.committed() for name, cursor in self._named.items()}
+        saved = {name: cursor.committed() for name, cursor in self._named.items()}
+        for name, position in saved.items():
+            position["newest"] = name == self._newest
+        return saved
 
     def oldest(self, name: str) -> LoaderPosition | None:
         """The oldest position of a loader that a recovery can ask for; None before the first commit."""
@@ -144,6 +191,9 @@ class Cursors:
         for name in self._named.keys() | saved.keys():
             position = saved.get(name, msgspec.structs.asdict(LoaderPosition()))
             self._named.setdefault(name, self._new()).restore(position, recut=recut)
+        self._newest = next((name for name in saved if self._named[name].position.newest), "")
+        self._middle = self._newest if self._named[self._newest].position.index else None
+        self._restored = {*saved}
 
 
 class Cursor:

@@ -27,14 +27,25 @@ class OwnLoops:
 
     def __init__(self, tell: Callable[[str], None]) -> None:
         self._tell = tell
-        # Whether the script has asked for the epoch; and for the step, since the last epoch ended.
+        # Since the training function was entered: whether the script has asked for the epoch; and for the
+        # step, since the last epoch ended.
         self.knows_epochs = self.asked = False
+        self._told_epochs = False
         self._looks = 0
         self._known = False
         # Those that live, what each had given at the last commit, and whether that was more than before it.
         self._given: dict[int, tuple[weakref.ref[Any], int, bool]] = {}
         _watch()
         _listeners[:] = [self._begun]
+
+    def enter(self) -> None:
+        """The training function is entered."""
+        self.knows_epochs = self.asked = False
+
+    @property
+    def knows(self) -> bool:
+        """Whether the script can know which epoch it is in."""
+        return self.knows_epochs or self.asked
 
     @contextmanager
     def known(self) -> Iterator[None]:
@@ -51,12 +62,13 @@ class OwnLoops:
 
     def next_epoch(self, epoch: int) -> None:
         """The rest of this epoch is asked for."""
-        if epoch == 0 or self.knows_epochs or self.asked:
+        if epoch == 0 or self.knows or self._told_epochs:
             return
-        self.knows_epochs = True
+        self._told_epochs = True
         self._tell(
             "the script goes from epoch to epoch and does not ask run.epoch: after a fault its loop begins "
-            "at its first epoch again, and trains for too many. Write for epoch in range(run.epoch, epochs)"
+            "at its first epoch again. Those that are over get no batches, but what it does after each (a "
+            "scheduler's step) is done again. Write for epoch in range(run.epoch, epochs)"
         )
 
     def look(self) -> None:

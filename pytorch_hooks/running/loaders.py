@@ -29,7 +29,7 @@ class Loaders:
         shared: Callable[[], Container[int]] = tuple,
     ) -> None:
         self._session = session
-        self._new = partial(Cursors, calls, shared, partial(self._tell, "outside-state"))
+        self._new = partial(Cursors, calls, shared, partial(self._tell, "outside-state"), self._tell_over)
         self._cursors = self._new()
         self._rank = self._generation = self._stopped = 0
         # The most ranks that an elastic job may have; 0 of another job.
@@ -65,8 +65,8 @@ class Loaders:
             loader.feed_from(None)
             feed.close()
 
-    def batches(self, loader: Iterable[Any], epochs: int, name: str) -> Iterator[Any]:
-        """See Run.batches."""
+    def batches(self, loader: Iterable[Any], epochs: int, name: str, *, knows: bool = True) -> Iterator[Any]:
+        """See Run.batches, and Cursors."""
         if hasattr(loader, "on_event"):
             loader.on_event = self._tell
         if self.exact is not None:
@@ -79,7 +79,7 @@ class Loaders:
             self._tell("workers-anew", "persistent_workers is ignored: each epoch begins with new workers")
         if hasattr(loader, "feed_from"):
             self._feed(loader, name)
-        return self._cursors.batches(loader, epochs, name)
+        return self._cursors.batches(loader, epochs, name, knows=knows)
 
     def end_epoch(self, name: str) -> None:
         """See Run.end_epoch."""
@@ -105,6 +105,11 @@ class Loaders:
 
     def _tell(self, kind: str, text: str) -> None:
         self._session.send(m.Note(level="warning", kind=kind, text=f"rank {self._rank}: {text}"))
+
+    def _tell_over(self, name: str) -> None:
+        of = f'the loader "{name}"' if name else "the loader without a name"
+        text = f"rank {self._rank}: the loop over {of} was over before the fault, and gets no batches"
+        self._session.send(m.Note(level="info", kind="loop-over", text=text))
 
     def committed(self) -> dict[str, Any]:
         """All positions, for the record; batches that no recovery can ask for are given back."""

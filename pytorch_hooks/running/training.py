@@ -369,6 +369,7 @@ class Run:
             logger.info(text, part.generation, log.after(part.faults), part.rank, going_on)
         job_key.learn(part.cache_key)
         self.loaders.enter(part)
+        self._own_loops.enter()
         env.become(part.rank, part.world_size, part.group_rank, part.store, part.ranks_per_root)
 
     def _wait_needed(self) -> None:
@@ -636,14 +637,16 @@ class Run:
         epochs goes `for epoch in range(run.epoch, n)`. Several are counted from the begin of the job: after a
         fault it is what is left of them.
         A loader with state_dict and load_state_dict is continued by them; any other is begun again in a new
-        process, and the batches already trained on are passed over. Of several loaders each has a `name`.
+        process, and the batches already trained on are passed over. Of several loaders each has a `name`;
+        after a fault, loops that were over by then give no batches until the one that it was in is asked for.
         UsageError where the job is elastic and the loader no MappedLoader, or its batches are too small.
         """
         self._need_state("batches")
         has_own = self.counts_epochs or any("epoch" in key for key in vars(self._kept.state))
         if epochs == 1 and not name and not has_own:
             self._own_loops.next_epoch(self.loaders.epoch)
-        return self._guarded(self.loaders.batches(loader, epochs, name))
+        knows = has_own or self._own_loops.knows
+        return self._guarded(self.loaders.batches(loader, epochs, name, knows=knows))
 
     def local_batch(self, batch_size: int) -> int:
         """Return how many samples of a global batch of so many this rank has, as MappedLoader deals them.

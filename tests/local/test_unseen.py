@@ -138,6 +138,9 @@ def train(run):
     def steps():
         if HOW == "several":
             yield from run.batches(loader, epochs=3)
+        elif HOW == "one after the other":
+            for name in ("warm-up", "", "last"):
+                yield from run.batches(loader, name=name)
         else:
             first = 0 if HOW == "does not ask" else run.epoch
             for _ in range(first, 3):
@@ -161,9 +164,10 @@ ckptless.run(train)
     ("how", "words", "steps"),
     [
         ("past", "takes batches of a DataLoader itself", 18),
-        ("does not ask", "range(run.epoch, epochs)", 24),
+        ("does not ask", "range(run.epoch, epochs)", 18),
         ("asks", "", 18),
         ("several", "", 18),
+        ("one after the other", "", 18),
     ],
 )
 def test_a_loop_that_would_not_go_on_where_it_was_is_told(

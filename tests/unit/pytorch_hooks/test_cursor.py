@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
+import itertools
 import random
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from functools import cache
 from typing import Any
 
@@ -777,6 +778,77 @@ def test_wherever_a_fault_comes_the_epochs_are_as_many(how: str, *, new: bool) -
         assert [*found, *script(cursors)] == want, at
 
 
+Script = Callable[[Cursors], Iterator[tuple[str, int]]]
+
+
+def warm_up(cursors: Cursors) -> Iterator[tuple[str, int]]:
+    """One loader after the other."""
+    for name in ("warm", "", "late"):
+        yield from ((name, batch) for batch in cursors.batches([1, 2, 3], 1, name))
+
+
+def alternating(cursors: Cursors) -> Iterator[tuple[str, int]]:
+    """In each epoch one, and then the other, by which it counts."""
+    for _epoch in range(cursors.position.epoch, 3):
+        for name in ("left", ""):
+            yield from ((name, batch) for batch in cursors.batches([1, 2, 3], 1, name))
+
+
+def side_by_side(cursors: Cursors) -> Iterator[tuple[str, int]]:
+    """One that is begun again whenever it ends, beside one that counts."""
+    more = iter(cursors.batches([1, 2], 1, "more"))
+    for _epoch in range(cursors.position.epoch, 3):
+        for batch in cursors.batches([1, 2, 3], 1, ""):
+            found = next(more, None)
+            if found is None:
+                more = iter(cursors.batches([1, 2], 1, "more"))
+                found = next(more)
+            yield "", 10 * batch + found
+
+
+def commits_between(cursors: Cursors) -> Iterator[tuple[str, int]]:
+    """Knows of no epoch, and commits a step of its own behind each, as for an evaluation."""
+    for _epoch in range(3):
+        yield from (("", batch) for batch in cursors.batches([1, 2, 3], 1, "", knows=False))
+        yield BETWEEN
+
+
+def knows_and_commits_between(cursors: Cursors) -> Iterator[tuple[str, int]]:
+    """The same, with two loaders, and it goes on from the epoch that it is in."""
+    for _epoch in range(cursors.position.epoch, 3):
+        for name in ("left", ""):
+            yield from ((name, batch) for batch in cursors.batches([1, 2, 3], 1, name))
+        yield BETWEEN
+
+
+BETWEEN = ("between", 0)
+
+
+SCRIPTS = [warm_up, alternating, side_by_side, commits_between, knows_and_commits_between]
+
+
+@pytest.mark.parametrize("script", SCRIPTS)
+@pytest.mark.parametrize("new", [False, True], ids=["living", "new process"])
+def test_wherever_a_fault_comes_loops_that_are_over_are_not_done_again(script: Script, *, new: bool) -> None:
+    """Two faults, after so many yields; nothing but what is done between epochs is done twice."""
+    want = list(script(Cursors()))
+    for places in itertools.combinations(range(1, len(want) + 1), 2):
+        cursors, found = Cursors(), []
+        for at in places:
+            cursors.enter()
+            for one in script(cursors):
+                found.append(one)
+                saved = codec.unpack(codec.pack(cursors.committed()))
+                if len(found) == at:
+                    break
+            if new:
+                cursors = Cursors()
+            cursors.restore(saved)
+        cursors.enter()
+        found += script(cursors)
+        assert [one for one in found if one != BETWEEN] == [one for one in want if one != BETWEEN], places
+
+
 @pytest.mark.parametrize("calls", [(1, 2), (2, 1), (1, 1, 3)])
 def test_single_epochs_and_several_of_one_loader_are_refused(calls: tuple[int, ...]) -> None:
     cursors = Cursors()
@@ -784,5 +856,20 @@ def test_single_epochs_and_several_of_one_loader_are_refused(calls: tuple[int, .
         list(cursors.batches([1, 2], epochs, ""))
     with pytest.raises(CarriedError, match="nobody could tell which are over"):
         cursors.batches([1, 2], calls[-1], "")
-    # Another one is another phase.
+    # Another one is another loop.
     assert len(list(cursors.batches([1, 2], calls[-1], "other"))) == 2 * calls[-1]
+
+
+def test_another_number_of_epochs_after_a_fault_is_refused() -> None:
+    """As who gives what `run.epoch` leaves: that would be counted from the begin, too."""
+    cursors = Cursors()
+    for epochs in (5, 2):
+        list(cursors.batches([1, 2], epochs, ""))
+    cursors.enter()
+    list(cursors.batches([1, 2], 5, ""))
+    with pytest.raises(CarriedError, match="for 2 epochs before a fault, and for 4 after it"):
+        cursors.batches([1, 2], 4, "")
+    # Of one epoch it is the rest of the present one.
+    list(cursors.batches([1, 2], 1, "other"))
+    cursors.enter()
+    list(cursors.batches([1, 2], 1, "other"))
