@@ -35,7 +35,7 @@ from ckptless.daemon.agent.ranks.environment import (
 from ckptless.daemon.agent.ranks.link import RankLink
 from ckptless.daemon.agent.ranks.processes import Process, SpawnSpec, Zygote
 from ckptless.daemon.agent.ranks.socket_folder import Scratch
-from ckptless.daemon.agent.ranks.standing import LOOK_S, Page, Standing
+from ckptless.daemon.agent.ranks.standing import LOOK_S, Page, Standing, is_in_script
 from ckptless.daemon.protocol import messages as m
 from ckptless.daemon.protocol.errors import CkptlessError
 from ckptless.daemon.settings.agent_config import AgentConfig
@@ -366,7 +366,7 @@ class RankProcesses:
         page.count(slot, own=True)
         now = asyncio.get_running_loop().time()
         still, until = self._standing.look(page, slot, one.process.pid, now)
-        if still is not None and still.call is None:
+        if still is not None and is_in_script(still):
             if page.watched.at is None:
                 # Once, before it is told of: what the others wait for is worth that.
                 await self._ask_where(one, page, stopped=still.how == "stopped")

@@ -75,6 +75,14 @@ class Page:
         os.close(self.fd)
 
 
+def is_in_script(still: m.Still) -> bool:
+    """Whether it is worth asking where the script is: it waits in no collective, as far as the page says.
+
+    Where its interpreter is held, the thread that says that a collective is over waits for it, too.
+    """
+    return still.call is None or still.how == "deaf"
+
+
 class Standing:
     """How all ranks of a node get on. Owned by the agent's event loop."""
 

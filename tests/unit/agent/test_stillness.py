@@ -31,7 +31,7 @@ from ckptless.daemon.agent.core.stillness import (
     waits_in,
 )
 from ckptless.daemon.agent.ranks.activity import activity
-from ckptless.daemon.agent.ranks.standing import Page, Standing
+from ckptless.daemon.agent.ranks.standing import Page, Standing, is_in_script
 from ckptless.daemon.protocol import messages as m
 from ckptless.daemon.protocol.page import FOR_AGENT, GroupCalls, Stepped
 from ckptless.pytorch_hooks.agent_session.page import FIRST_STEPS
@@ -277,6 +277,16 @@ def test_of_what_did_not_help_it_is_learned(rank: Rank) -> None:
     rank.steps(FEWEST)
     assert rank.stand(TIMES_EVER * 30.0 - 0.5) == []
     assert rank.stand(2.0)
+
+
+def test_one_whose_interpreter_is_held_is_asked_where_also_in_a_collective(rank: Rank) -> None:
+    """That one may be over: what says so on the page waits for the interpreter."""
+    rank.steps(FIRST_STEPS + FEWEST)
+    *_, still = rank.stand(FLOOR_S)
+    assert is_in_script(still)
+    waits = structs.replace(still, call=m.Call(group="world", operation="all_reduce", number=7))
+    assert not is_in_script(waits)
+    assert is_in_script(structs.replace(waits, how="deaf"))
 
 
 def test_what_ended_with_its_generation_is_no_rhythm(rank: Rank) -> None:
