@@ -27,9 +27,9 @@ class OwnLoops:
 
     def __init__(self, tell: Callable[[str], None]) -> None:
         self._tell = tell
-        # Since the training function was entered: whether the script has asked for the epoch; and for the
-        # step, since the last epoch ended.
-        self.knows_epochs = self.asked = False
+        # Since the training function was entered: whether the script has asked for the epoch, and for the
+        # step; for that since the last epoch ended, too.
+        self.knows_epochs = self.knows_step = self.asked = False
         self._told_epochs = False
         self._looks = 0
         self._known = False
@@ -40,7 +40,7 @@ class OwnLoops:
 
     def enter(self) -> None:
         """The training function is entered."""
-        self.knows_epochs = self.asked = False
+        self.knows_epochs = self.knows_step = self.asked = False
 
     @property
     def knows(self) -> bool:

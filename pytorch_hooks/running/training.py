@@ -27,6 +27,7 @@ from ckptless.pytorch_hooks.agent_session.session import Session
 from ckptless.pytorch_hooks.commit.cadence import Cadence
 from ckptless.pytorch_hooks.commit.copying import Copying, Wanted
 from ckptless.pytorch_hooks.commit.versions import Late, Versions, record_digest
+from ckptless.pytorch_hooks.cursor.carried import CarriedNumbers
 from ckptless.pytorch_hooks.cursor.own_loops import OwnLoops
 from ckptless.pytorch_hooks.devices import accelerator
 from ckptless.pytorch_hooks.devices.arrival import DeviceNumber
@@ -58,6 +59,7 @@ from ckptless.pytorch_hooks.state import (
     draft,
     gradients,
     private,
+    reach,
     read,
     readback,
     restore,
@@ -134,6 +136,7 @@ class Run:
         self._warmed: Warmed | None = None
         # Tells where what `train` has beside its State changes, once.
         self._outside = Outside(train, self._tell_outside)
+        self._carried = CarriedNumbers(self._tell_outside)
         self._own_loops = OwnLoops(self._tell_outside)
         # Whether what this process writes has been read back.
         self._read_back = False
@@ -247,7 +250,7 @@ class Run:
     @property
     def step(self) -> int:
         """The newest step that is done; 0 right after `keep` built the state."""
-        self._own_loops.asked = True
+        self._own_loops.knows_step = self._own_loops.asked = True
         return self._step
 
     @property
@@ -731,6 +734,10 @@ class Run:
         if self._rehearsing is not None:
             self._rehearsing.before(step, self.rank)
         self._page.enter(COMMIT)
+        if self.generation == 1 and not (self._carried.done or self.counts_epochs):
+            # Later ones have nothing new to tell.
+            frames = reach.script_frames(self._outside.train)
+            self._carried.look(frames, vars(self._kept.state), asks=self._own_loops.knows_step)
         due = self._cadence.is_due(step)
         self._cadence.meter.held_up(self._versions.held_s())
         began = time.monotonic()

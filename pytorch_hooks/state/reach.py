@@ -6,7 +6,7 @@ import random
 import sys
 from collections import deque
 from collections.abc import Callable, Iterator, Mapping
-from types import BuiltinMethodType, FunctionType, MethodType, ModuleType, NoneType
+from types import BuiltinMethodType, FrameType, FunctionType, MethodType, ModuleType, NoneType
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 import torch
@@ -173,13 +173,13 @@ class Outside:
     script that is no function (`train` is None) all globals are such variables.
 
     Nobody can say whether the next step depends on it: what changes is told of, each once, and few in all.
-    Main thread only.
+    `train` is the function itself, of one that was wrapped or given arguments. Main thread only.
     """
 
     def __init__(self, train: Callable[..., Any] | None, tell: Callable[[str], None]) -> None:
         while isinstance(train, functools.partial):
             train = train.func
-        self._train, self._tell = None if train is None else inspect.unwrap(train), tell
+        self.train, self._tell = None if train is None else inspect.unwrap(train), tell
         self._before: dict[str, Leaves] = {}
         self._told: set[str] = set()
 
@@ -192,10 +192,10 @@ class Outside:
         if len(self._told) >= TOLD or not state.is_whole:
             return
         known = state.known()
-        roots: dict[str, Any] = dict(_variables(self._train, known))
-        if self._train is not None:
-            roots |= {f"the global {name}": value for name, value in _globals(self._train)}
-            roots["the training function"] = self._train
+        roots: dict[str, Any] = dict(_variables(self.train, known))
+        if self.train is not None:
+            roots |= {f"the global {name}": value for name, value in _globals(self.train)}
+            roots["the training function"] = self.train
         found_already = set(map(id, roots.values()))
         roots |= {place: value for place, value in state.functions() if id(value) not in found_already}
         now = {
@@ -213,10 +213,10 @@ class Outside:
                 )
 
 
-def _variables(train: Callable[..., Any] | None, known: Mapping[int, Any]) -> Iterator[tuple[str, Any]]:
-    """Yield what trains among the variables of the script's functions that are under way here.
+def script_frames(train: Callable[..., Any] | None) -> Iterator[FrameType]:
+    """Yield the frames of the script's functions that are under way here, up to the training function's.
 
-    Numbers are left out, which change in any loop.
+    None where that is a framework's.
     """
     function = getattr(train, "__func__", train)
     if getattr(function, "__module__", "").partition(".")[0] == "ckptless":
@@ -227,17 +227,28 @@ def _variables(train: Callable[..., Any] | None, known: Mapping[int, Any]) -> It
         frame = caller
         if frame.f_globals is not of_script:
             continue
-        variables = frame.f_locals
-        where = "global" if variables is of_script else "local"
-        these = [(name, one) for name, one in list(variables.items()) if isinstance(one, _TRAINS)]
-        if isinstance(variables, dict) and variables is not of_script:
-            # A copy, until Python 3.13: what it has would live for a step longer.
-            variables.clear()
-        for name, one in these:
-            if id(one) not in known:
-                yield f"the {where} {name}", one if isinstance(one, torch.nn.Module) else one.state_dict()
+        yield frame
         if train is not None and frame.f_code is getattr(function, "__code__", None):
             return
+
+
+def variables(frame: FrameType, kind: Callable[[Any], bool]) -> dict[str, Any]:
+    """Return those of a frame's variables that are of a kind."""
+    found = frame.f_locals
+    these = {name: one for name, one in list(found.items()) if kind(one)}
+    if isinstance(found, dict) and found is not frame.f_globals:
+        # A copy, until Python 3.13: what it has would live for a step longer.
+        found.clear()
+    return these
+
+
+def _variables(train: Callable[..., Any] | None, known: Mapping[int, Any]) -> Iterator[tuple[str, Any]]:
+    """Yield what trains among the variables of the script's functions that are under way here."""
+    for frame in script_frames(train):
+        where = "global" if frame.f_code.co_name == "<module>" else "local"
+        for name, one in variables(frame, lambda one: isinstance(one, _TRAINS)).items():
+            if id(one) not in known:
+                yield f"the {where} {name}", one if isinstance(one, torch.nn.Module) else one.state_dict()
 
 
 def _globals(train: Callable[..., Any]) -> Iterator[tuple[str, Any]]:

@@ -1,0 +1,175 @@
+"""Numbers that a script's loop carries from one step to the next in variables, and that no commit has.
+
+Whatever a loop sets looks alike to who sees values alone: a loss, a best loss, a counter. Its code says which
+of them a turn may read before it has set them.
+"""
+
+from __future__ import annotations
+
+import dis
+import functools
+import time
+from collections import Counter, defaultdict
+from collections.abc import Callable, Iterable, Mapping
+from itertools import pairwise
+from types import CodeType, FrameType
+from typing import Any, TypeAlias
+
+import torch
+
+from ckptless.pytorch_hooks.state.reach import variables
+
+# Commits at which variables are looked at before anything is told.
+LOOKS = 4
+# A float is a time where it is so near to a clock, and larger than that: a loss is not.
+CLOCK_S = 1000.0
+_CLOCKS = (time.time, time.monotonic, time.perf_counter)
+_ENDS = ("RETURN", "RAISE", "RERAISE", "JUMP_FORWARD", "JUMP_BACKWARD", "JUMP_ABSOLUTE")
+# Of the State so much is looked at.
+DEPTH, MANY = 3, 1000
+_Variable: TypeAlias = tuple[CodeType, str]
+_NUMBERS = (int, float, complex)
+
+
+class CarriedNumbers:
+    """Tells of them, once, and is `done` then. Main thread only."""
+
+    def __init__(self, tell: Callable[[str], None]) -> None:
+        self._tell = tell
+        self.done = False
+        self._looks = 0
+        # Of each variable of a function: what it was at every look. Those that a loop carries; and at how
+        # many looks the State had the number, too.
+        self._seen: dict[_Variable, list[Any]] = defaultdict(list)
+        self._carried: set[_Variable] = set()
+        self._kept: Counter[_Variable] = Counter()
+
+    def look(self, frames: Iterable[FrameType], state: Mapping[str, Any], *, asks: bool) -> None:
+        """Look at the variables of a script's functions that are under way, at a commit of what `state` has.
+
+        `asks`: the script asks which step it is at, and so can begin its own numbers with it.
+        """
+        self._looks += 1
+        kept = {_mark(one) for one in _numbers(state)}
+        for frame in frames:
+            code = frame.f_code
+            self._carried |= {(code, name) for name in carried(code, frame.f_lasti)}
+            for name, one in variables(frame, _is_number).items():
+                self._seen[code, name].append(_mark(one))
+                self._kept[code, name] += _mark(one) in kept
+        if self._looks == LOOKS:
+            self.done = True
+            names = sorted({one[1] for one, marks in self._seen.items() if self._is_lost(one, marks, asks)})
+            if names:
+                self._tell(
+                    f"{' and '.join(names)}: variables of the training loop, which go on from step to step, "
+                    "and no commit has them. After a fault they are what they were before the loop: put into "
+                    "the State what the next step depends on, and count by run.step"
+                )
+
+    def _is_lost(self, one: _Variable, marks: list[Any], asks: bool) -> bool:
+        if len(marks) < LOOKS or self._kept[one] == LOOKS or len(set(marks)) == 1:
+            return False
+        is_carried = one in self._carried
+        if all(type(mark) is int for mark in marks):
+            by = {now - before for before, now in pairwise(marks)}
+            if len(by) == 1:
+                # It counts steps, or something for each of them.
+                return not asks or (by != {1} and is_carried)
+        return is_carried and not _is_time(marks[-1])
+
+
+def _is_time(value: Any) -> bool:
+    near = any(type(value) is float and abs(value - clock()) < CLOCK_S for clock in _CLOCKS)
+    return near and value > CLOCK_S
+
+
+def _is_number(value: Any) -> bool:
+    return type(value) in _NUMBERS or (isinstance(value, torch.Tensor) and value.grad_fn is None)
+
+
+def _numbers(state: Any, depth: int = 0) -> Iterable[Any]:
+    """Return those of a State, and of dicts and lists in it."""
+    if _is_number(state):
+        return [state]
+    inside = (
+        state.values() if isinstance(state, Mapping) else state if isinstance(state, list | tuple) else ()
+    )
+    if depth > DEPTH or len(inside) > MANY:
+        return []
+    return [one for item in inside for one in _numbers(item, depth + 1)]
+
+
+def _mark(value: Any) -> Any:
+    """Return what tells a number from another one; of a tensor, which may be a device's, not its values."""
+    return (id(value), value._version) if isinstance(value, torch.Tensor) else value
+
+
+@functools.cache
+def carried(code: CodeType, at: int) -> frozenset[str]:
+    """Return the variables that a turn of a loop around the instruction at `at` reads before it sets them.
+
+    And that it sets: liveness where the loop begins, of what is in the loop alone.
+    """
+    steps = list(dis.get_instructions(code))
+    jumps = {one.offset: one.argval for one in steps if one.opcode in (*dis.hasjrel, *dis.hasjabs)}
+    ends: dict[int, int] = {}
+    for offset in _reached(steps, jumps) & jumps.keys():
+        target = jumps[offset]
+        if target <= at <= offset:
+            ends[target] = max(offset, ends.get(target, 0))
+    found: set[str] = set()
+    for begin, end in ends.items():
+        loop = [one for one in steps if begin <= one.offset <= end]
+        uses = {one.offset: _uses(one) for one in loop}
+        sets = {name for each in uses.values() for name, is_set in each if is_set}
+        found |= sets & _live(loop, jumps, uses)
+    return frozenset(found)
+
+
+def _after(steps: list[dis.Instruction]) -> dict[int, int]:
+    """Return what follows on each instruction that something follows on, by offsets."""
+    return {one.offset: then.offset for one, then in pairwise(steps) if not one.opname.startswith(_ENDS)}
+
+
+def _reached(steps: list[dis.Instruction], jumps: Mapping[int, int]) -> set[int]:
+    """Return what is reached without an exception: what handles one jumps back into the middle of a loop."""
+    after, reached, todo = _after(steps), set[int](), [steps[0].offset]
+    while todo:
+        offset = todo.pop()
+        if offset not in reached:
+            reached.add(offset)
+            todo += [then[offset] for then in (after, jumps) if offset in then]
+    return reached
+
+
+def _live(
+    loop: list[dis.Instruction], jumps: Mapping[int, int], uses: Mapping[int, list[tuple[str, bool]]]
+) -> set[str]:
+    """Return what may be read before it is set, from the first of these instructions on."""
+    begin, after = loop[0].offset, _after(loop)
+    before: dict[int, set[str]] = defaultdict(set)
+    grew = True
+    while grew:
+        grew = False
+        for one in reversed(loop):
+            # The next turn is another one.
+            then = {after.get(one.offset, -1), jumps.get(one.offset, -1)} - {begin}
+            live = set().union(*(before[offset] for offset in then))
+            for name, is_set in reversed(uses[one.offset]):
+                (live.discard if is_set else live.add)(name)
+            grew |= live != before[one.offset]
+            before[one.offset] = live
+    return before[begin]
+
+
+def _uses(one: dis.Instruction) -> list[tuple[str, bool]]:
+    """Return the variables of an instruction, and whether it sets them; some instructions have two."""
+    words = one.opname.split("_")
+    parts = [pair for pair in pairwise(words) if pair[0] in ("LOAD", "STORE", "DELETE")]
+    names = one.argval if isinstance(one.argval, tuple) else (one.argval,)
+    named = [(name, how) for (how, of), name in zip(parts, names, strict=False) if of in _PLACES]
+    return [(str(name), how == "STORE") for name, how in named]
+
+
+_PLACES = ("FAST", "NAME", "GLOBAL", "DEREF")

@@ -1,0 +1,150 @@
+"""Which variables a loop carries from one step to the next, by its code, and of which of them it is told."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+
+from ckptless.pytorch_hooks.cursor.carried import LOOKS, CarriedNumbers, carried
+from ckptless.pytorch_hooks.state.reach import script_frames
+
+Commit = Callable[..., None]
+STEPS = LOOKS + 2
+
+
+def losses() -> list[float]:
+    return [8.0 / (n + 1) for n in range(STEPS)]
+
+
+def all_kinds(commit: Commit) -> None:
+    best, mean, again, total = 1e9, 0.0, 0.0, 0.0
+    ahead = torch.zeros(1)
+    for loss in losses():
+        _now = ahead + loss
+        if loss < best:
+            best = loss
+        mean = 0.9 * mean + loss
+        try:
+            root = loss**0.5
+        except ValueError:
+            root = 0.0
+        again = root + 1.0
+        ahead = torch.full((1,), loss)
+        total += again
+        commit()
+
+
+def nothing(commit: Commit) -> None:
+    """What is set anew in each turn, never changes, or is read behind the loop alone."""
+    rate, last = 0.1, 0.0
+    for loss in losses():
+        scaled = loss * rate
+        if scaled > 1.0:
+            part = scaled
+            assert part
+        else:
+            part = 1.0
+        with torch.no_grad():
+            last = part + sum(scaled for scaled in (1.0, 2.0))
+        for _ in range(2):
+            inner = 0.0
+            inner += loss
+        commit()
+    assert last
+
+
+def in_a_loop_of_loops(commit: Commit) -> None:
+    best, values = 1e9, iter(losses())
+    for _epoch in range(2):
+        total = 0.0
+        for _ in range(STEPS // 2):
+            total += next(values)
+            commit()
+        best = min(best, total)
+
+
+def by_a_helper(commit: Commit) -> None:
+    def step(loss: float) -> None:
+        scaled = loss * 2
+        commit()
+        assert scaled
+
+    total = 0.0
+    for loss in losses():
+        total += loss
+        step(loss)
+
+
+def counts(commit: Commit) -> None:
+    done = 0
+    for _number, _ in enumerate(losses()):
+        commit()
+        done = done + 1
+
+
+def counts_samples(commit: Commit) -> None:
+    samples = 0
+    while samples < 32 * STEPS:
+        samples += 32
+        commit()
+
+
+def clocks(commit: Commit) -> None:
+    began = time.time()
+    for _ in losses():
+        took_s = time.time() - began
+        began = time.time()
+        commit()
+        assert took_s >= 0
+
+
+def goes_on(commit: Commit) -> None:
+    """As the docs have it."""
+    state: dict[str, Any] = {"best": 1e9, "numbers": {"mean": 0.0}}
+    best, mean = state["best"], state["numbers"]["mean"]
+    for loss in losses():
+        best, mean = min(best, loss), 0.9 * mean + loss
+        state["best"], state["numbers"]["mean"] = best, mean
+        commit(state)
+
+
+@pytest.mark.parametrize(
+    ("train", "asks", "names"),
+    [
+        (all_kinds, True, "ahead and best and mean and total"),
+        (nothing, True, ""),
+        (in_a_loop_of_loops, True, "best and total"),
+        (by_a_helper, True, "total"),
+        (counts, False, "_number and done"),
+        (counts, True, ""),
+        (counts_samples, False, "samples"),
+        (counts_samples, True, "samples"),
+        (clocks, True, ""),
+        (goes_on, True, ""),
+    ],
+)
+def test_what_is_told(train: Callable[[Commit], None], asks: bool, names: str) -> None:
+    told: list[str] = []
+    numbers = CarriedNumbers(told.append)
+
+    def commit(state: dict[str, Any] | None = None) -> None:
+        if not numbers.done:
+            numbers.look(script_frames(train), state or {}, asks=asks)
+
+    train(commit)
+    assert [text.partition(":")[0] for text in told] == [names] * bool(names)
+
+
+def test_only_of_loops_that_are_under_way() -> None:
+    def before(commit: Commit) -> None:
+        total = 0.0
+        for loss in losses():
+            total += loss
+        commit()
+
+    code = before.__code__
+    assert carried(code, 0) == carried(code, len(code.co_code) - 2) == frozenset()
