@@ -176,6 +176,10 @@ class Cursors:
             position["newest"] = name == self._newest
         return saved
 
+    def objects(self) -> dict[int, Any]:
+        """Return the loaders, with their samplers and what else of them has a position, by id."""
+        return {key: one for cursor in self._named.values() for key, one in cursor.objects().items()}
+
     def oldest(self, name: str) -> LoaderPosition | None:
         """The oldest position of a loader that a recovery can ask for; None before the first commit."""
         cursor = self._named.get(name)
@@ -232,6 +236,10 @@ class Cursor:
         self._last = (0, 0)
         self._taken: deque[_Taken] = deque()
         self._commits: deque[LoaderPosition] = deque(maxlen=REMEMBERED_COMMITS)
+
+    def objects(self) -> dict[int, Any]:
+        """See Cursors."""
+        return self._kept.objects()
 
     # ------------------------------------------------------------------------------------ commit
 

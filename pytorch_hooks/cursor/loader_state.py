@@ -101,6 +101,10 @@ class LoaderState:
             if owner in (objects := dict(_objects(self._loader, "", set(), 0))):
                 _put(objects[owner], key, changed[place])
 
+    def objects(self) -> dict[int, Any]:
+        """Return all of it that is looked at, by id."""
+        return {id(one): one for _path, one in _objects(self._loader, "", set(), 0)}
+
     def _places(self) -> dict[str, tuple[Any, str]]:
         """The attributes that are the script's own: by place ("sampler.order") the object and the name."""
         shared = self._shared()

@@ -81,6 +81,10 @@ class Loaders:
             self._feed(loader, name)
         return self._cursors.batches(loader, epochs, name, knows=knows)
 
+    def objects(self) -> dict[int, Any]:
+        """See Cursors."""
+        return self._cursors.objects()
+
     def end_epoch(self, name: str) -> None:
         """See Run.end_epoch."""
         self._cursors.end_epoch(name)

@@ -845,7 +845,7 @@ class Run:
         """Commit a step, of which nothing is to be waited for."""
         kept = self._kept
         kept.look.look(kept.tensors)
-        self._outside.look(kept.look)
+        self._outside.look(kept.look, self.loaders.objects)
         self._own_loops.look()
         written = None
         if self._writes:

@@ -169,8 +169,9 @@ class Outside:
     """The surroundings of a training function, beside its State.
 
     They are its script's globals, its closure, its object; what functions in the State, and the classes of
-    its objects, keep for themselves; and of its own variables what torch trains with: a scheduler, say. Of a
-    script that is no function (`train` is None) all globals are such variables.
+    its objects, keep for themselves; and of its own variables what torch trains with, a scheduler, say, and
+    objects of the script's classes. Of a script that is no function (`train` is None) all globals are such
+    variables.
 
     Nobody can say whether the next step depends on it: what changes is told of, each once, and few in all.
     `train` is the function itself, of one that was wrapped or given arguments. Main thread only.
@@ -187,11 +188,11 @@ class Outside:
         """The State is built anew: what a script sets as it does that is no change."""
         self._before = {}
 
-    def look(self, state: "SecondLook") -> None:
-        """Look, at a commit, once `state` has."""
+    def look(self, state: "SecondLook", loaders: Callable[[], Mapping[int, Any]] = dict) -> None:
+        """Look, at a commit, once `state` has. `loaders()`: by id, what somebody else looks at."""
         if len(self._told) >= TOLD or not state.is_whole:
             return
-        known = state.known()
+        known = {**state.known(), **loaders()}
         roots: dict[str, Any] = dict(_variables(self.train, known))
         if self.train is not None:
             roots |= {f"the global {name}": value for name, value in _globals(self.train)}
@@ -243,12 +244,19 @@ def variables(frame: FrameType, kind: Callable[[Any], bool]) -> dict[str, Any]:
 
 
 def _variables(train: Callable[..., Any] | None, known: Mapping[int, Any]) -> Iterator[tuple[str, Any]]:
-    """Yield what trains among the variables of the script's functions that are under way here."""
+    """Yield what trains, and the script's objects, among the variables of its functions under way here."""
+    seen = {*known}
     for frame in script_frames(train):
         where = "global" if frame.f_code.co_name == "<module>" else "local"
-        for name, one in variables(frame, lambda one: isinstance(one, _TRAINS)).items():
-            if id(one) not in known:
-                yield f"the {where} {name}", one if isinstance(one, torch.nn.Module) else one.state_dict()
+        for name, one in variables(frame, _may_train).items():
+            if id(one) not in seen:
+                seen.add(id(one))
+                is_torchs = isinstance(one, _TRAINS) and not isinstance(one, torch.nn.Module)
+                yield f"the {where} {name}", one.state_dict() if is_torchs else one
+
+
+def _may_train(value: Any) -> bool:
+    return isinstance(value, _TRAINS) or is_looked_into(value)
 
 
 def _globals(train: Callable[..., Any]) -> Iterator[tuple[str, Any]]:

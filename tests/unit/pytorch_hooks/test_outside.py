@@ -36,9 +36,10 @@ class Watched:
         self.told: list[str] = []
         self.outside = Outside(train, self.told.append)
 
-    def commit(self) -> None:
+    def commit(self, *others: object) -> None:
+        """`others` are looked at by somebody else, and so is this."""
         self.look.look(self.tensors)
-        self.outside.look(self.look)
+        self.outside.look(self.look, lambda: {id(one): one for one in (self, *others)})
 
 
 def forgets(run: Watched, how: str) -> None:
@@ -76,6 +77,39 @@ def test_what_trains_beside_the_state_is_told_once(how: str) -> None:
         forgets(run, how)
         (text,) = run.told
         assert text.startswith("the local one"), text
+
+
+class Trainer:
+    """As many scripts have one, with numbers of its own."""
+
+    def __init__(self, run: Watched, sampler: object) -> None:
+        self.run, self.sampler = run, sampler
+        self.step = 0
+
+    def fit(self) -> None:
+        for _ in range(STEPS):
+            self.run.model(torch.ones(1, 2)).sum().backward()
+            self.run.optimizer.step()
+            self.run.optimizer.zero_grad()
+            vars(self.sampler)["place"] = self.step
+            self.step += 1
+            self.run.commit(self.sampler)
+
+
+class Sampler:
+    """It changes, and is somebody else's to look at."""
+
+
+def has_a_trainer(run: Watched) -> None:
+    trainer = Trainer(run, Sampler())
+    trainer.fit()
+
+
+def test_an_object_of_the_scripts_own_is_told_of_by_one_name() -> None:
+    run = Watched(has_a_trainer)
+    has_a_trainer(run)
+    (text,) = run.told
+    assert text.startswith("the local self.step changes in training"), text
 
 
 def keeps(run: Watched) -> None:
