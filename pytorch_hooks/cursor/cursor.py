@@ -141,7 +141,7 @@ class Cursors:
         if several and self._counts.setdefault((name, asked), epochs) != epochs:
             raise CarriedError(
                 f"run.batches was asked for {self._counts[name, asked]} epochs before a fault, and for "
-                f"{epochs} after it: they are counted from the begin of the job, so give it the same number"
+                f"{epochs} after it. They are counted from the begin of the job: give the same number again"
             )
         if several:
             return self._given(name, cursor.batches(loader, epochs, asked))
