@@ -214,23 +214,24 @@ class Outside:
                 )
 
 
-def script_frames(train: Callable[..., Any] | None) -> Iterator[FrameType]:
-    """Yield the frames of the script's functions that are under way here, up to the training function's.
+def script_frames(train: Callable[..., Any] | None) -> list[FrameType]:
+    """Return the frames of the script's functions that are under way here, up to the training function's.
 
-    None where that is a framework's.
+    None where that is a framework's, or is not under way.
     """
     function = getattr(train, "__func__", train)
     if getattr(function, "__module__", "").partition(".")[0] == "ckptless":
-        return
+        return []
     of_script = sys.modules["__main__"].__dict__ if train is None else getattr(function, "__globals__", None)
-    frame = sys._getframe()
+    code, frame = getattr(function, "__code__", None), sys._getframe()
+    found: list[FrameType] = []
     while (caller := frame.f_back) is not None:
         frame = caller
-        if frame.f_globals is not of_script:
-            continue
-        yield frame
-        if train is not None and frame.f_code is getattr(function, "__code__", None):
-            return
+        if frame.f_globals is of_script:
+            found.append(frame)
+            if frame.f_code is code:
+                return found
+    return [] if code is not None else found
 
 
 def variables(frame: FrameType, kind: Callable[[Any], bool]) -> dict[str, Any]:
