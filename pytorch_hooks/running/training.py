@@ -645,7 +645,7 @@ class Run:
         UsageError where the job is elastic and the loader no MappedLoader, or its batches are too small.
         """
         self._need_state("batches")
-        has_own = self.counts_epochs or any("epoch" in key for key in vars(self._kept.state))
+        has_own = self.counts_epochs or any("epoch" in key for key in parts_of(self._kept.state).data)
         if epochs == 1 and not name and not has_own:
             self._own_loops.next_epoch(self.loaders.epoch)
         knows = has_own or self._own_loops.knows
@@ -737,7 +737,8 @@ class Run:
         if self.generation == 1 and not (self._carried.done or self.counts_epochs):
             # Later ones have nothing new to tell.
             frames = reach.script_frames(self._outside.train)
-            self._carried.look(frames, vars(self._kept.state), asks=self._own_loops.knows_step)
+            numbers = parts_of(self._kept.state).data
+            self._carried.look(frames, numbers, asks=self._own_loops.knows_step)
         due = self._cadence.is_due(step)
         self._cadence.meter.held_up(self._versions.held_s())
         began = time.monotonic()

@@ -131,7 +131,8 @@ HOW, OUT = sys.argv[1], Path(sys.argv[2])
 def train(run):
     def build():
         model = torch.nn.parallel.DistributedDataParallel(torch.nn.Linear(2, 1))
-        return ckptless.State(model=model, optimizer=torch.optim.AdamW(model.parameters()))
+        own = {"epoch": 0} if HOW == "has its own" else {}
+        return ckptless.State(model=model, optimizer=torch.optim.AdamW(model.parameters()), **own)
 
     state, loader = run.keep(build), DataLoader(torch.ones(6, 2), 1)
     held = DataLoader(torch.ones(4, 2), 2)
@@ -141,6 +142,10 @@ def train(run):
         elif HOW == "one after the other":
             for name in ("warm-up", "", "last"):
                 yield from run.batches(loader, name=name)
+        elif HOW == "has its own":
+            while state.epoch < 3:
+                yield from run.batches(loader)
+                state.epoch += 1
         else:
             first = 0 if HOW == "does not ask" else run.epoch
             for _ in range(first, 3):
@@ -173,6 +178,7 @@ ckptless.run(train)
         ("asks", "", 18),
         ("several", "", 18),
         ("one after the other", "", 18),
+        ("has its own", "", 18),
     ],
 )
 def test_a_loop_that_would_not_go_on_where_it_was_is_told(
