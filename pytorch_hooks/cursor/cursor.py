@@ -50,8 +50,8 @@ class LoaderPosition(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     that of the generators that the loader itself has; `drawn`: that which they have now, where `loader` is
     set. `seen`: a digest of the begin of that batch, where `begun` is set; `before`: the random state that it
     was fetched with, where to fetch it has moved a generator. `recut`: it is that of another number of ranks,
-    and says so in every commit until a loader has gone on from it. `newest`: of several loaders it is the one
-    that has given a batch last.
+    and says so in every commit until a loader has gone on from it. `turn`: of the loaders whose batches were
+    committed, one by one, the latest has the highest; 0 of one that is only evaluated.
     """
 
     epoch: int = 0
@@ -63,7 +63,7 @@ class LoaderPosition(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     seen: int = 0
     before: Any = None
     recut: bool = False
-    newest: bool = False
+    turn: int = 0
 
 
 @dataclass(frozen=True)
@@ -103,8 +103,9 @@ class Cursors:
         self._asked: dict[str, tuple[bool, int]] = {}
         # Of several at once, by the first of them: how many, whenever it was entered.
         self._counts: dict[tuple[str, int], int] = {}
-        # The one that has given a batch last.
+        # The one that has given a batch last; and for the record, see LoaderPosition.
         self._newest = ""
+        self._turns: dict[str, int] = {}
         # What was restored is in the middle of this one, until that is asked for; and all that it is of,
         # until they go on.
         self._middle: str | None = None
@@ -172,8 +173,11 @@ class Cursors:
     def committed(self) -> dict[str, Any]:
         """All positions, for the record."""
         saved = {name: cursor.committed() for name, cursor in self._named.items()}
+        last = max(self._turns.values(), default=0)
+        if saved[self._newest]["index"] and self._turns.get(self._newest, -1) != last:
+            self._turns[self._newest] = last + 1
         for name, position in saved.items():
-            position["newest"] = name == self._newest
+            position["turn"] = self._turns.get(name, 0)
         return saved
 
     def objects(self) -> dict[int, Any]:
@@ -195,9 +199,10 @@ class Cursors:
         for name in self._named.keys() | saved.keys():
             position = saved.get(name, msgspec.structs.asdict(LoaderPosition()))
             self._named.setdefault(name, self._new()).restore(position, recut=recut)
-        self._newest = next((name for name in saved if self._named[name].position.newest), "")
+        self._turns = {name: self._named[name].position.turn for name in saved}
+        self._restored = {name for name, turn in self._turns.items() if turn}
+        self._newest = max(self._restored, key=self._turns.__getitem__, default="")
         self._middle = self._newest if self._named[self._newest].position.index else None
-        self._restored = {*saved}
 
 
 class Cursor:

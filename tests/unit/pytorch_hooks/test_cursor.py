@@ -824,7 +824,16 @@ def knows_and_commits_between(cursors: Cursors) -> Iterator[tuple[str, int]]:
 BETWEEN = ("between", 0)
 
 
-SCRIPTS = [warm_up, alternating, side_by_side, commits_between, knows_and_commits_between]
+def evaluates(cursors: Cursors) -> Iterator[tuple[str, int]]:
+    """At first, and behind each epoch, by a loader of which no batch is ever committed."""
+    assert len(list(cursors.batches([7, 8], 1, "first"))) == 2
+    for _epoch in range(cursors.position.epoch, 3):
+        yield from (("", batch) for batch in cursors.batches([1, 2, 3], 1, ""))
+        assert len(list(cursors.batches([7, 8], 1, "each"))) == 2
+        yield BETWEEN
+
+
+SCRIPTS = [evaluates, warm_up, alternating, side_by_side, commits_between, knows_and_commits_between]
 
 
 @pytest.mark.parametrize("script", SCRIPTS)
