@@ -152,10 +152,14 @@ class Cursors:
         # Only now: of loaders side by side all are asked for before the first of them gives a batch.
         if name in self._restored:
             position = self._named[name].position
-            between = position.index == 0
-            # One with a name may be begun anew whenever it ends, beside another one.
-            past = (between and self._middle is not None) or (not knows and (between or not name))
-            if past and asked < position.epoch:
+            if self._middle is not None:
+                # The fault was in a later loop; this one may have been left before its epoch's end.
+                over = asked < position.epoch + (position.index > 0)
+            else:
+                # One with a name may be begun anew whenever it ends, beside another one.
+                counts = not knows and (position.index == 0 or not name)
+                over = counts and asked < position.epoch
+            if over:
                 self._over(name)
                 return
             self._restored.remove(name)

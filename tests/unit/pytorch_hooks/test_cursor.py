@@ -787,6 +787,15 @@ def warm_up(cursors: Cursors) -> Iterator[tuple[str, int]]:
         yield from ((name, batch) for batch in cursors.batches([1, 2, 3], 1, name))
 
 
+def breaks_off(cursors: Cursors) -> Iterator[tuple[str, int]]:
+    """Leaves the first one before its end."""
+    for batch in cursors.batches([1, 2, 3, 4], 1, "warm"):
+        if batch == 3:
+            break
+        yield "warm", batch
+    yield from (("", batch) for batch in cursors.batches([1, 2, 3], 1, ""))
+
+
 def alternating(cursors: Cursors) -> Iterator[tuple[str, int]]:
     """In each epoch one, and then the other, by which it counts."""
     for _epoch in range(cursors.position.epoch, 3):
@@ -833,7 +842,15 @@ def evaluates(cursors: Cursors) -> Iterator[tuple[str, int]]:
         yield BETWEEN
 
 
-SCRIPTS = [evaluates, warm_up, alternating, side_by_side, commits_between, knows_and_commits_between]
+SCRIPTS = [
+    evaluates,
+    warm_up,
+    breaks_off,
+    alternating,
+    side_by_side,
+    commits_between,
+    knows_and_commits_between,
+]
 
 
 @pytest.mark.parametrize("script", SCRIPTS)
