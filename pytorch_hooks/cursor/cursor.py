@@ -14,7 +14,7 @@ from collections import deque
 from collections.abc import Callable, Container, Iterable, Iterator
 from dataclasses import dataclass
 from functools import partial
-from typing import Any
+from typing import Any, NamedTuple
 
 import msgspec
 import torch
@@ -80,6 +80,16 @@ class _Taken:
     random: dict[str, Any] | None
 
 
+class Knows(NamedTuple):
+    """Whether a script has asked which epoch, and which step it is in, and so asks for what is to come."""
+
+    epoch: bool
+    step: bool
+
+
+KNOWS_ALL = Knows(epoch=True, step=True)
+
+
 class Cursors:
     """The positions of a script's loaders, by name; "" is the one without. Main thread only.
 
@@ -120,12 +130,14 @@ class Cursors:
         """The position of the loader that is not named."""
         return self._named[""].position
 
-    def batches(self, loader: Iterable[Any], epochs: int, name: str, *, knows: bool = True) -> Iterator[Any]:
+    def batches(
+        self, loader: Iterable[Any], epochs: int, name: str, knows: Knows = KNOWS_ALL
+    ) -> Iterator[Any]:
         """Batches from the position on: of one epoch the rest, of several what is left of them in the job.
 
         A script begins at its top again, and asks for loops that are over: of these there is no rest, and no
-        next epoch. `knows`: it has asked which epoch or step it is in, so that it asks for what is to come;
-        but for loops before the one that the fault was in. Raises CarriedError where a loader is asked for
+        next epoch. They are those that it asks for before the one that the fault was in; and as many of each
+        loader as have been, where it does not know better. Raises CarriedError where a loader is asked for
         both one epoch and several, or for another number of them than before a fault.
         """
         several = epochs != 1
@@ -146,24 +158,28 @@ class Cursors:
             )
         if several:
             return self._given(name, cursor.batches(loader, epochs, asked))
-        return self._unless_over(name, cursor.batches(loader), asked, knows=knows)
+        return self._unless_over(name, cursor.batches(loader), asked, knows)
 
-    def _unless_over(self, name: str, batches: Iterator[Any], asked: int, *, knows: bool) -> Iterator[Any]:
+    def _unless_over(self, name: str, batches: Iterator[Any], asked: int, knows: Knows) -> Iterator[Any]:
         # Only now: of loaders side by side all are asked for before the first of them gives a batch.
         if name in self._restored:
-            position = self._named[name].position
-            if self._middle is not None:
-                # The fault was in a later loop; this one may have been left before its epoch's end.
-                over = asked < position.epoch + (position.index > 0)
-            else:
-                # One with a name may be begun anew whenever it ends, beside another one.
-                counts = not knows and (position.index == 0 or not name)
-                over = counts and asked < position.epoch
-            if over:
+            if self._is_over(name, asked, knows):
                 self._over(name)
                 return
             self._restored.remove(name)
         yield from self._given(name, batches)
+
+    def _is_over(self, name: str, asked: int, knows: Knows) -> bool:
+        """Whether a loop over a loader, asked for so often before, was over at what was restored."""
+        position = self._named[name].position
+        if not name and knows.epoch:
+            return False  # that epoch is this loader's
+        if self._middle is not None:
+            # This one may have been left before its epoch's end.
+            return asked < position.epoch + (position.index > 0)
+        # One with a name may be begun anew whenever it ends, beside another one.
+        counts = not any(knows) and (position.index == 0 or not name)
+        return counts and asked < position.epoch
 
     def _given(self, name: str, batches: Iterator[Any]) -> Iterator[Any]:
         for batch in batches:

@@ -10,6 +10,7 @@ from typing import Any
 
 from torch.utils.data import DataLoader
 
+from ckptless.pytorch_hooks.cursor.cursor import Knows
 from ckptless.pytorch_hooks.torch_private.batches import given
 
 # Commits of a process that are looked at: who takes batches for each step does so from the first one on.
@@ -43,9 +44,9 @@ class OwnLoops:
         self.knows_epochs = self.knows_step = self.asked = False
 
     @property
-    def knows(self) -> bool:
-        """Whether the script can know which epoch it is in."""
-        return self.knows_epochs or self.asked
+    def knows(self) -> Knows:
+        """What the script can know of where it is."""
+        return Knows(epoch=self.knows_epochs, step=self.asked)
 
     @contextmanager
     def known(self) -> Iterator[None]:
@@ -62,7 +63,7 @@ class OwnLoops:
 
     def next_epoch(self, epoch: int) -> None:
         """The rest of this epoch is asked for."""
-        if epoch == 0 or self.knows or self._told_epochs:
+        if epoch == 0 or any(self.knows) or self._told_epochs:
             return
         self._told_epochs = True
         self._tell(

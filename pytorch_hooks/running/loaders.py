@@ -12,7 +12,7 @@ from torch.utils.data import DataLoader
 from ckptless.daemon.protocol import messages as m
 from ckptless.daemon.protocol.errors import UsageError
 from ckptless.pytorch_hooks.agent_session.session import Session
-from ckptless.pytorch_hooks.cursor import Cursors
+from ckptless.pytorch_hooks.cursor import KNOWS_ALL, Cursors, Knows
 from ckptless.pytorch_hooks.elastic.exact import Exact
 
 if TYPE_CHECKING:
@@ -65,7 +65,9 @@ class Loaders:
             loader.feed_from(None)
             feed.close()
 
-    def batches(self, loader: Iterable[Any], epochs: int, name: str, *, knows: bool = True) -> Iterator[Any]:
+    def batches(
+        self, loader: Iterable[Any], epochs: int, name: str, knows: Knows = KNOWS_ALL
+    ) -> Iterator[Any]:
         """See Run.batches, and Cursors."""
         if hasattr(loader, "on_event"):
             loader.on_event = self._tell
@@ -79,7 +81,7 @@ class Loaders:
             self._tell("workers-anew", "persistent_workers is ignored: each epoch begins with new workers")
         if hasattr(loader, "feed_from"):
             self._feed(loader, name)
-        return self._cursors.batches(loader, epochs, name, knows=knows)
+        return self._cursors.batches(loader, epochs, name, knows)
 
     def objects(self) -> dict[int, Any]:
         """See Cursors."""

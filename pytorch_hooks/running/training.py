@@ -27,6 +27,7 @@ from ckptless.pytorch_hooks.agent_session.session import Session
 from ckptless.pytorch_hooks.commit.cadence import Cadence
 from ckptless.pytorch_hooks.commit.copying import Copying, Wanted
 from ckptless.pytorch_hooks.commit.versions import Late, Versions, record_digest
+from ckptless.pytorch_hooks.cursor import KNOWS_ALL
 from ckptless.pytorch_hooks.cursor.carried import CarriedNumbers
 from ckptless.pytorch_hooks.cursor.own_loops import OwnLoops
 from ckptless.pytorch_hooks.devices import accelerator
@@ -648,8 +649,8 @@ class Run:
         has_own = self.counts_epochs or any("epoch" in key for key in parts_of(self._kept.state).data)
         if epochs == 1 and not name and not has_own:
             self._own_loops.next_epoch(self.loaders.epoch)
-        knows = has_own or self._own_loops.knows
-        return self._guarded(self.loaders.batches(loader, epochs, name, knows=knows))
+        knows = KNOWS_ALL if has_own else self._own_loops.knows
+        return self._guarded(self.loaders.batches(loader, epochs, name, knows))
 
     def local_batch(self, batch_size: int) -> int:
         """Return how many samples of a global batch of so many this rank has, as MappedLoader deals them.

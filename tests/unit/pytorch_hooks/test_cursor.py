@@ -17,7 +17,7 @@ from hypothesis.stateful import RuleBasedStateMachine, initialize, precondition,
 from torch.utils.data import DataLoader, Dataset, DistributedSampler, RandomSampler, Sampler, TensorDataset
 
 from ckptless.daemon.protocol.errors import ProtocolError, UsageError
-from ckptless.pytorch_hooks.cursor import Cursor, Cursors
+from ckptless.pytorch_hooks.cursor import Cursor, Cursors, Knows
 from ckptless.pytorch_hooks.cursor import cursor as subject
 from ckptless.pytorch_hooks.errors import CarriedError, GenerationEnded
 from ckptless.pytorch_hooks.state import codec, rng
@@ -781,10 +781,13 @@ def test_wherever_a_fault_comes_the_epochs_are_as_many(how: str, *, new: bool) -
 Script = Callable[[Cursors], Iterator[tuple[str, int]]]
 
 
+NOTHING, STEP = Knows(epoch=False, step=False), Knows(epoch=False, step=True)
+
+
 def warm_up(cursors: Cursors) -> Iterator[tuple[str, int]]:
     """One loader after the other."""
     for name in ("warm", "", "late"):
-        yield from ((name, batch) for batch in cursors.batches([1, 2, 3], 1, name))
+        yield from ((name, batch) for batch in cursors.batches([1, 2, 3], 1, name, STEP))
 
 
 def breaks_off(cursors: Cursors) -> Iterator[tuple[str, int]]:
@@ -818,7 +821,7 @@ def side_by_side(cursors: Cursors) -> Iterator[tuple[str, int]]:
 def commits_between(cursors: Cursors) -> Iterator[tuple[str, int]]:
     """Knows of no epoch, and commits a step of its own behind each, as for an evaluation."""
     for _epoch in range(3):
-        yield from (("", batch) for batch in cursors.batches([1, 2, 3], 1, "", knows=False))
+        yield from (("", batch) for batch in cursors.batches([1, 2, 3], 1, "", NOTHING))
         yield BETWEEN
 
 
@@ -831,6 +834,14 @@ def knows_and_commits_between(cursors: Cursors) -> Iterator[tuple[str, int]]:
 
 
 BETWEEN = ("between", 0)
+
+
+def evaluates_a_little(cursors: Cursors) -> Iterator[tuple[str, int]]:
+    """By a loader that `run.batches` is not for, and with a commit behind it."""
+    for _epoch in range(cursors.position.epoch, 3):
+        yield from (("", batch) for batch in cursors.batches([1, 2, 3], 1, ""))
+        next(cursors.batches([7, 8], 1, "each"), None)
+        yield BETWEEN
 
 
 def evaluates(cursors: Cursors) -> Iterator[tuple[str, int]]:
