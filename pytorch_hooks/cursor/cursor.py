@@ -50,8 +50,9 @@ class LoaderPosition(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     that of the generators that the loader itself has; `drawn`: that which they have now, where `loader` is
     set. `seen`: a digest of the begin of that batch, where `begun` is set; `before`: the random state that it
     was fetched with, where to fetch it has moved a generator. `recut`: it is that of another number of ranks,
-    and says so in every commit until a loader has gone on from it. `turn`: of the loaders whose batches were
-    committed, one by one, the latest has the highest; 0 of one that is only evaluated.
+    and says so in every commit until a loader has gone on from it. `trained`: some of its batches were
+    committed, as are none of one that is only evaluated; `current`: one of the newest step; `left`: the loop
+    over it was left in the middle of its epoch.
     """
 
     epoch: int = 0
@@ -63,7 +64,9 @@ class LoaderPosition(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     seen: int = 0
     before: Any = None
     recut: bool = False
-    turn: int = 0
+    trained: bool = False
+    current: bool = False
+    left: bool = False
 
 
 @dataclass(frozen=True)
@@ -113,12 +116,14 @@ class Cursors:
         self._asked: dict[str, tuple[bool, int]] = {}
         # Of several at once, by the first of them: how many, whenever it was entered.
         self._counts: dict[tuple[str, int], int] = {}
-        # The one that has given a batch last; and for the record, see LoaderPosition.
-        self._newest = ""
-        self._turns: dict[str, int] = {}
-        # What was restored is in the middle of this one, until that is asked for; and all that it is of,
+        # Those that have given a batch since the last step; and for the record, see LoaderPosition.
+        self._gave: set[str] = set()
+        self._trained: set[str] = set()
+        self._current: set[str] = set()
+        self._left: set[str] = set()
+        # What was restored is in the middle of these, until one is asked for; and all that have trained,
         # until they go on.
-        self._middle: str | None = None
+        self._middle: frozenset[str] = frozenset()
         self._restored: set[str] = set()
 
     def enter(self) -> None:
@@ -149,8 +154,8 @@ class Cursors:
             )
         self._asked[name] = several, asked + epochs
         cursor = self._named.setdefault(name, self._new())
-        if name == self._middle:
-            self._middle = None
+        if name in self._middle:
+            self._middle = frozenset()
         if several and self._counts.setdefault((name, asked), epochs) != epochs:
             raise CarriedError(
                 f"run.batches was asked for {self._counts[name, asked]} epochs before a fault, and for "
@@ -174,30 +179,40 @@ class Cursors:
         position = self._named[name].position
         if not name and knows.epoch:
             return False  # that epoch is this loader's
-        if self._middle is not None:
-            # This one may have been left before its epoch's end.
-            return asked < position.epoch + (position.index > 0)
+        if self._middle and (position.left or position.index == 0):
+            return asked < position.epoch + position.left
         # One with a name may be begun anew whenever it ends, beside another one.
         counts = not any(knows) and (position.index == 0 or not name)
         return counts and asked < position.epoch
 
     def _given(self, name: str, batches: Iterator[Any]) -> Iterator[Any]:
         for batch in batches:
-            self._newest = name
-            yield batch
+            self._gave.add(name)
+            self._left.discard(name)
+            try:
+                yield batch
+            except GeneratorExit:
+                self._left.add(name)
+                raise
 
     def end_epoch(self, name: str) -> None:
         """See Cursor."""
         self._named.setdefault(name, self._new()).end_epoch()
 
+    def passed(self) -> None:
+        """A step is over that is not committed."""
+        self._gave.clear()
+
     def committed(self) -> dict[str, Any]:
         """All positions, for the record."""
         saved = {name: cursor.committed() for name, cursor in self._named.items()}
-        last = max(self._turns.values(), default=0)
-        if saved[self._newest]["index"] and self._turns.get(self._newest, -1) != last:
-            self._turns[self._newest] = last + 1
+        in_it = {name for name, position in saved.items() if position["index"]}
+        self._current = (self._gave or self._current) & in_it
+        self._trained |= self._current
+        self._gave.clear()
         for name, position in saved.items():
-            position["turn"] = self._turns.get(name, 0)
+            position["trained"], position["current"] = name in self._trained, name in self._current
+            position["left"] = name in self._left and position["index"] > 0
         return saved
 
     def objects(self) -> dict[int, Any]:
@@ -219,10 +234,12 @@ class Cursors:
         for name in self._named.keys() | saved.keys():
             position = saved.get(name, msgspec.structs.asdict(LoaderPosition()))
             self._named.setdefault(name, self._new()).restore(position, recut=recut)
-        self._turns = {name: self._named[name].position.turn for name in saved}
-        self._restored = {name for name, turn in self._turns.items() if turn}
-        self._newest = max(self._restored, key=self._turns.__getitem__, default="")
-        self._middle = self._newest if self._named[self._newest].position.index else None
+        at = {name: self._named[name].position for name in saved}
+        self._trained = {name for name, position in at.items() if position.trained}
+        self._current = {name for name, position in at.items() if position.current}
+        self._left = {name for name, position in at.items() if position.left}
+        self._gave.clear()
+        self._restored, self._middle = {*self._trained}, frozenset(self._current)
 
 
 class Cursor:

@@ -117,6 +117,10 @@ class Loaders:
         text = f"rank {self._rank}: the loop over {of} was over before the fault, and gets no batches"
         self._session.send(m.Note(level="info", kind="loop-over", text=text))
 
+    def passed(self) -> None:
+        """A step is over that is not committed."""
+        self._cursors.passed()
+
     def committed(self) -> dict[str, Any]:
         """All positions, for the record; batches that no recovery can ask for are given back."""
         saved = self._cursors.committed()

@@ -790,6 +790,7 @@ class Run:
         """A step that is not committed; of the first one it is told at once, of others now and then."""
         self._groups.check()
         self._kept.buckets.settle()
+        self.loaders.passed()
         self._step = step
         now = time.monotonic()
         if now - self._told_at >= TELL_INTERVAL_S:

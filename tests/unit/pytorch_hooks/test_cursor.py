@@ -793,7 +793,7 @@ def warm_up(cursors: Cursors) -> Iterator[tuple[str, int]]:
 def breaks_off(cursors: Cursors) -> Iterator[tuple[str, int]]:
     """Leaves the first one before its end."""
     for batch in cursors.batches([1, 2, 3, 4], 1, "warm"):
-        if batch == 3:
+        if batch >= 3:
             break
         yield "warm", batch
     yield from (("", batch) for batch in cursors.batches([1, 2, 3], 1, ""))
@@ -836,6 +836,27 @@ def knows_and_commits_between(cursors: Cursors) -> Iterator[tuple[str, int]]:
 BETWEEN = ("between", 0)
 
 
+def side_by_side_later(cursors: Cursors) -> Iterator[tuple[str, int]]:
+    """One that is asked for in the loop over the other, and gives a batch for every second of its."""
+    more: Iterator[int] = iter(())
+    for batch in cursors.batches([1, 2, 3, 4, 5, 6], 1, "main"):
+        found = 0
+        if batch % 2:
+            while not (found := next(more, 0)):
+                more = iter(cursors.batches([7, 8], 1, "more"))
+        yield "", 10 * batch + found
+
+
+def takes_turns(cursors: Cursors) -> Iterator[tuple[str, int]]:
+    """One of three for each step, by its number, each asked for when it is needed first."""
+    loops: dict[str, Iterator[int]] = {}
+    for step in range(sum(cursors.committed()[name]["index"] for name in cursors.committed()), 9):
+        name = f"task {step % 3}"
+        if name not in loops:
+            loops[name] = cursors.batches([1, 2, 3, 4], 1, name, STEP)
+        yield name, next(loops[name])
+
+
 def evaluates_a_little(cursors: Cursors) -> Iterator[tuple[str, int]]:
     """By a loader that `run.batches` is not for, and with a commit behind it."""
     for _epoch in range(cursors.position.epoch, 3):
@@ -855,10 +876,13 @@ def evaluates(cursors: Cursors) -> Iterator[tuple[str, int]]:
 
 SCRIPTS = [
     evaluates,
+    evaluates_a_little,
     warm_up,
     breaks_off,
     alternating,
     side_by_side,
+    side_by_side_later,
+    takes_turns,
     commits_between,
     knows_and_commits_between,
 ]
