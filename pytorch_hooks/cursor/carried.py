@@ -25,6 +25,8 @@ LOOKS = 4
 CLOCK_S = 1000.0
 _CLOCKS = (time.time, time.monotonic, time.perf_counter)
 _ENDS = ("RETURN", "RAISE", "RERAISE", "JUMP_FORWARD", "JUMP_BACKWARD", "JUMP_ABSOLUTE")
+# Where an instruction has a variable, by the words of its name.
+_PLACES = ("FAST", "NAME", "GLOBAL", "DEREF")
 # Of the State so much is looked at.
 DEPTH, MANY = 3, 1000
 _Variable: TypeAlias = tuple[CodeType, str]
@@ -170,6 +172,3 @@ def _uses(one: dis.Instruction) -> list[tuple[str, bool]]:
     names = one.argval if isinstance(one.argval, tuple) else (one.argval,)
     named = [(name, how) for (how, of), name in zip(parts, names, strict=False) if of in _PLACES]
     return [(str(name), how == "STORE") for name, how in named]
-
-
-_PLACES = ("FAST", "NAME", "GLOBAL", "DEREF")

@@ -4,13 +4,15 @@ from __future__ import annotations
 
 import functools
 import weakref
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from typing import Any
 
 from torch.utils.data import DataLoader
 
+from ckptless.pytorch_hooks.cursor.carried import CarriedNumbers
 from ckptless.pytorch_hooks.cursor.cursor import Knows
+from ckptless.pytorch_hooks.state.reach import script_frames
 from ckptless.pytorch_hooks.torch_private.batches import given
 
 # Commits of a process that are looked at: who takes batches for each step does so from the first one on.
@@ -28,8 +30,9 @@ class OwnLoops:
 
     def __init__(self, tell: Callable[[str], None]) -> None:
         self._tell = tell
-        # Since the training function was entered: whether the script has asked for the epoch, and for the
-        # step; for that since the last epoch ended, too.
+        self._numbers = CarriedNumbers(tell)
+        # Since the training function was entered: whether the script has asked for the epoch, and whether for
+        # the step. `asked`: for the step, since the last epoch ended.
         self.knows_epochs = self.knows_step = self.asked = False
         self._told_epochs = False
         self._looks = 0
@@ -45,7 +48,7 @@ class OwnLoops:
 
     @property
     def knows(self) -> Knows:
-        """What the script can know of where it is."""
+        """Return what the script can know of where it is."""
         return Knows(epoch=self.knows_epochs, step=self.asked)
 
     @contextmanager
@@ -71,6 +74,11 @@ class OwnLoops:
             "at its first epoch again. Those that are over get no batches, but what it does after each (a "
             "scheduler's step) is done again. Write for epoch in range(run.epoch, epochs)"
         )
+
+    def look_at_numbers(self, train: Callable[..., Any] | None, kept: Mapping[str, Any]) -> None:
+        """Look at the variables of the script's loops, at a step that the State has these plain data at."""
+        if not self._numbers.done:
+            self._numbers.look(script_frames(train), kept, asks=self.knows_step)
 
     def look(self) -> None:
         """Look, at a commit."""

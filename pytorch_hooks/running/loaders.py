@@ -113,8 +113,10 @@ class Loaders:
         self._session.send(m.Note(level="warning", kind=kind, text=f"rank {self._rank}: {text}"))
 
     def _tell_over(self, name: str) -> None:
+        if self._rank != 0:
+            return  # it is the same on all of them
         of = f'the loader "{name}"' if name else "the loader without a name"
-        text = f"rank {self._rank}: the loop over {of} was over before the fault, and gets no batches"
+        text = f"the loop over {of} was over before the fault, and gets no batches"
         self._session.send(m.Note(level="info", kind="loop-over", text=text))
 
     def passed(self) -> None:

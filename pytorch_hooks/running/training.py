@@ -28,7 +28,6 @@ from ckptless.pytorch_hooks.commit.cadence import Cadence
 from ckptless.pytorch_hooks.commit.copying import Copying, Wanted
 from ckptless.pytorch_hooks.commit.versions import Late, Versions, record_digest
 from ckptless.pytorch_hooks.cursor import KNOWS_ALL
-from ckptless.pytorch_hooks.cursor.carried import CarriedNumbers
 from ckptless.pytorch_hooks.cursor.own_loops import OwnLoops
 from ckptless.pytorch_hooks.devices import accelerator
 from ckptless.pytorch_hooks.devices.arrival import DeviceNumber
@@ -60,7 +59,6 @@ from ckptless.pytorch_hooks.state import (
     draft,
     gradients,
     private,
-    reach,
     read,
     readback,
     restore,
@@ -137,7 +135,6 @@ class Run:
         self._warmed: Warmed | None = None
         # Tells where what `train` has beside its State changes, once.
         self._outside = Outside(train, self._tell_outside)
-        self._carried = CarriedNumbers(self._tell_outside)
         self._own_loops = OwnLoops(self._tell_outside)
         # Whether what this process writes has been read back.
         self._read_back = False
@@ -287,7 +284,7 @@ class Run:
 
     @property
     def policy(self) -> Mapping[str, Any]:
-        """What the file of --elastic-policy has for the present number of nodes, to be read; else empty."""
+        """Return what --elastic-policy has for the present number of nodes, to be read; else nothing."""
         part = self._assigned
         return of_size(env.read().policy, part.world_size // part.local_world_size)
 
@@ -735,11 +732,9 @@ class Run:
         if self._rehearsing is not None:
             self._rehearsing.before(step, self.rank)
         self._page.enter(COMMIT)
-        if self.generation == 1 and not (self._carried.done or self.counts_epochs):
+        if self.generation == 1 and not self.counts_epochs:
             # Later ones have nothing new to tell.
-            frames = reach.script_frames(self._outside.train)
-            numbers = parts_of(self._kept.state).data
-            self._carried.look(frames, numbers, asks=self._own_loops.knows_step)
+            self._own_loops.look_at_numbers(self._outside.train, parts_of(self._kept.state).data)
         due = self._cadence.is_due(step)
         self._cadence.meter.held_up(self._versions.held_s())
         began = time.monotonic()

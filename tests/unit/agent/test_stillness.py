@@ -280,7 +280,7 @@ def test_of_what_did_not_help_it_is_learned(rank: Rank) -> None:
 
 
 def test_one_whose_interpreter_is_held_is_asked_where_also_in_a_collective(rank: Rank) -> None:
-    """That one may be over: what says so on the page waits for the interpreter."""
+    """The collective may be over: the thread that says so on the page waits for the interpreter."""
     rank.steps(FIRST_STEPS + FEWEST)
     *_, still = rank.stand(FLOOR_S)
     assert is_in_script(still)

@@ -39,7 +39,7 @@ def all_kinds(commit: Commit) -> None:
 
 
 def nothing(commit: Commit) -> None:
-    """What is set anew in each turn, never changes, or is read behind the loop alone."""
+    """Has variables that each turn sets anew, that never change, or that are read behind the loop alone."""
     rate, last = 0.1, 0.0
     for loss in losses():
         scaled = loss * rate

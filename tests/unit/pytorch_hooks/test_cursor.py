@@ -850,7 +850,8 @@ def side_by_side_later(cursors: Cursors) -> Iterator[tuple[str, int]]:
 def takes_turns(cursors: Cursors) -> Iterator[tuple[str, int]]:
     """One of three for each step, by its number, each asked for when it is needed first."""
     loops: dict[str, Iterator[int]] = {}
-    for step in range(sum(cursors.committed()[name]["index"] for name in cursors.committed()), 9):
+    done = sum(position["index"] for position in cursors.committed().values())
+    for step in range(done, 9):
         name = f"task {step % 3}"
         if name not in loops:
             loops[name] = cursors.batches([1, 2, 3, 4], 1, name, STEP)
