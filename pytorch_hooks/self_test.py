@@ -26,6 +26,7 @@ from typing import Any, NoReturn
 import torch
 import torch.distributed as dist
 from torch import nn
+from torch.distributed._composable.replicate import replicate
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import fully_shard
 from torch.nn.parallel import DistributedDataParallel
@@ -148,6 +149,7 @@ def _models(groups: ProcessGroups) -> list[_Kept]:
     )
     return [
         _Ddp(groups),
+        _ComposedDdp(groups),
         _StaticDdp(groups),
         _Fsdp(flat, _in_forward),
         _Fsdp(flat, _between_micro_batches),
@@ -237,11 +239,12 @@ class _Ddp(_Kept):
 
     def __init__(self, groups: ProcessGroups) -> None:
         self._groups = groups
-        self._ddp = self._made(_net())
+        model = self._made(_net())
+        self._ddp: Any = torch_ddp.of(model)
         self._old: object = None
-        super().__init__(self._ddp)
+        super().__init__(model)
 
-    def _made(self, net: nn.Sequential) -> DistributedDataParallel:
+    def _made(self, net: nn.Sequential) -> nn.Module:
         # Several buckets, so that there is an order of them.
         return DistributedDataParallel(net, bucket_cap_mb=1e-4)
 
@@ -271,12 +274,21 @@ class _Ddp(_Kept):
         torch_ddp.renew(self._ddp, layout)
 
 
+class _ComposedDdp(_Ddp):
+    """One that torch makes in the first forward pass, if nobody does before."""
+
+    name = "replicate's DDP"
+
+    def _made(self, net: nn.Sequential) -> nn.Module:
+        return replicate(net, bucket_cap_mb=1e-4)
+
+
 class _StaticDdp(_Ddp):
     """A static graph, a parameter that nobody uses, a hook for reductions; cut off under no_sync()."""
 
     name = "DDP with a static graph"
 
-    def _made(self, net: nn.Sequential) -> DistributedDataParallel:
+    def _made(self, net: nn.Sequential) -> nn.Module:
         self._reduced: list[int] = []
         net.register_buffer("shown", torch.ones(2))  # rank 0 shows it to the others in each forward
         net.register_parameter("unused", nn.Parameter(torch.ones(3)))

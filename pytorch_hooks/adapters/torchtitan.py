@@ -5,8 +5,9 @@ the step that was agreed on, in the process that lives with the objects that it 
 checkpoint it gets the state; where it asks whether there is a step to come, the one before is committed, with
 its logs, checkpoint and validation. Without an agent around it, it is torchtitan's own.
 
-Stands on torchtitan 0.3: `HOOKS` has what is called or replaced and `CALLS` what `train` is to call, and a
-release in which some of it has moved is refused before the first step.
+Stands on torchtitan 0.3 and 0.2.2: `HOOKS` has what is called or replaced and `CALLS` what `train` is to
+call, and a release in which some of it has moved is refused before the first step. A configuration is a
+Trainer.Config, which knows its Trainer; in 0.2 a JobConfig, which does not.
 """
 
 from __future__ import annotations
@@ -20,14 +21,11 @@ from typing import Any
 import torch
 import torch.distributed as dist
 from torchdata.stateful_dataloader import StatefulDataLoader
-from torchtitan.components.checkpointer import BaseCheckpointManager
 from torchtitan.components.dataloader import ParallelAwareDataloader
 from torchtitan.components.metrics import MetricsProcessor
 from torchtitan.components.validate import BaseValidator
 from torchtitan.config import ConfigManager
-from torchtitan.observability import structured_logger
 from torchtitan.tools.logging import init_logger
-from torchtitan.trainer import Trainer
 
 import ckptless
 from ckptless.daemon.protocol.errors import UsageError
@@ -35,9 +33,26 @@ from ckptless.pytorch_hooks import env
 from ckptless.pytorch_hooks.adapters.torchtitan_loggers import Loggers, name_by_job
 from ckptless.pytorch_hooks.state import codec
 
+try:
+    from torchtitan.components.checkpointer import BaseCheckpointManager
+    from torchtitan.observability import structured_logger
+    from torchtitan.trainer import Trainer
+
+    Config: Any = Trainer.Config
+    CONFIG = "Trainer.Config"
+except ModuleNotFoundError:
+    # 0.2
+    from torchtitan.components.checkpoint import CheckpointManager as BaseCheckpointManager
+    from torchtitan.config import JobConfig
+    from torchtitan.train import Trainer
+
+    Config = JobConfig
+    structured_logger = None
+    CONFIG = "JobConfig"
+
 # What is called, read, or replaced on an instance.
 HOOKS: dict[type, str] = {
-    Trainer: "train batch_generator should_continue_training state_dict load_state_dict close config "
+    Trainer: "train batch_generator should_continue_training state_dict load_state_dict close "
     "dataloader model_parts optimizers lr_schedulers checkpointer validator metrics_processor step",
     BaseCheckpointManager: "load save",
     BaseValidator: "validate",
@@ -46,7 +61,7 @@ HOOKS: dict[type, str] = {
 }
 # What each round of `train` asks, and from what objects.
 CALLS = "checkpointer load batch_generator dataloader should_continue_training set_pg_timeouts"
-VERSIONS = "use torchtitan 0.3"
+VERSIONS = "use torchtitan 0.2.2 to 0.3"
 # No step is done meanwhile, which until then is no hang.
 EXTRA_S = 3600.0
 # Its module, where it looks up what shortens the groups' timeouts.
@@ -54,30 +69,35 @@ _UTILS: Any = sys.modules["torchtitan.distributed.utils"]
 
 
 def main() -> None:
-    """Train as `python -m torchtitan.train` does, of the same options: `--module llama3 --config NAME`."""
+    """Train as `python -m torchtitan.train` does, of the same options."""
     init_logger()
     train(ConfigManager().parse_args())
     if env.read().agent_socket is None:
         dist.destroy_process_group()
 
 
-def train(config: Any, **options: Any) -> Trainer:
+def train(config: Any, trainer_class: Any = None, **options: Any) -> Any:
     """Train as `config.build().train()` does, and close; after a fault from the step before.
 
-    `config` is a Trainer.Config of torchtitan's. Its Trainer is built once in each process, with process
-    groups, and returned. `options` are those of `ckptless.run`. Raises UsageError where it is a Trainer that
-    cannot be protected.
+    `config` is a Trainer.Config of torchtitan's; in 0.2 a JobConfig, of which `trainer_class` is built, which
+    is its Trainer if it is not given. The Trainer is built once in each process, with process groups, and
+    returned. `options` are those of `ckptless.run`. Raises UsageError where it is a Trainer that cannot be
+    protected.
     """
-    if not isinstance(config, Trainer.Config):
-        raise UsageError(f"train takes a Trainer.Config of torchtitan's, not a {type(config).__name__}")
+    if not isinstance(config, Config):
+        raise UsageError(f"train takes a {CONFIG} of torchtitan's, not a {type(config).__name__}")
+    known = getattr(config, "_owner", None)
+    if known and trainer_class:
+        raise UsageError(f"a Trainer.Config builds its own {known.__name__}: give train no trainer_class")
+    kind = known or trainer_class or Trainer
     if env.read().agent_socket is None:
-        return _train_alone(config)
+        return _train_alone(kind, config)
     _refuse_release()
     try:
-        _refuse(config)
+        _refuse(kind, config)
     except AttributeError as error:
         raise UsageError(f"torchtitan's configuration is another one ({error}): {VERSIONS}") from error
-    built: list[Trainer] = []
+    built: list[Any] = []
 
     def once(run: Any) -> None:
         # torchtitan does this where it makes the groups, which are there.
@@ -86,7 +106,7 @@ def train(config: Any, **options: Any) -> Trainer:
         name_by_job()
         _begin_traces(config)
         run.building()
-        trainer = config.build()
+        trainer = _built(kind, config)
         _Loop(trainer, run)
         built.append(trainer)
         run.repeat(trainer.train)
@@ -96,10 +116,10 @@ def train(config: Any, **options: Any) -> Trainer:
     return built[0]
 
 
-def _train_alone(config: Any) -> Trainer:
+def _train_alone(kind: Any, config: Any) -> Any:
     """Do what torchtitan's own `main` does, but for the groups: who trains may still want them."""
     _begin_traces(config)
-    trainer: Trainer = config.build()
+    trainer = _built(kind, config)
     try:
         trainer.train()
     finally:
@@ -107,9 +127,14 @@ def _train_alone(config: Any) -> Trainer:
     return trainer
 
 
+def _built(kind: Any, config: Any) -> Any:
+    return config.build() if hasattr(config, "build") else kind(config)
+
+
 def _begin_traces(config: Any) -> None:
-    enabled = config.debug.enable_structured_logging
-    structured_logger.init_structured_logger("training", output_dir=config.dump_folder, enable=enabled)
+    if structured_logger is not None:
+        enabled = config.debug.enable_structured_logging
+        structured_logger.init_structured_logger("training", output_dir=config.dump_folder, enable=enabled)
 
 
 class _Loop:
@@ -127,8 +152,11 @@ class _Loop:
         self._generate, trainer.batch_generator = trainer.batch_generator, self._batches
         self._continues, trainer.should_continue_training = trainer.should_continue_training, self._commit
         trainer.checkpointer.save = self._slowly("checkpoint", trainer.checkpointer.save)
-        if trainer.config.validator.enable:
-            trainer.validator.validate = self._slowly("validation", trainer.validator.validate)
+        validator = getattr(trainer, "validator", None)
+        self._unseen = _Unseen(getattr(validator, "validation_dataloader", None))
+        if validator is not None:
+            self._validate = self._slowly("validation", validator.validate)
+            validator.validate = self._validated
 
     def _slowly(self, name: str, function: Callable[..., Any]) -> Callable[..., Any]:
         def slow(*args: Any, **words: Any) -> Any:
@@ -136,6 +164,11 @@ class _Loop:
                 return function(*args, **words)
 
         return slow
+
+    def _validated(self, *args: Any, **words: Any) -> Any:
+        found = self._validate(*args, **words)
+        self._unseen.note()
+        return found
 
     def _enter(self, step: int = -1) -> bool:
         """Stand where `train` loads a checkpoint: it begins here, or goes on at the agreed step."""
@@ -177,13 +210,15 @@ class _Loop:
         return bool(self._continues())
 
     def state_dict(self) -> dict[str, Any]:
-        """Return torchtitan's own, its step and the tokens that this rank has seen, and where data began."""
-        return {"trainer": self.trainer.state_dict(), "data": self._loader.first}
+        """Return torchtitan's own, its step and the tokens that this rank has seen, and where data is."""
+        trainer = self.trainer.state_dict()
+        return {"trainer": trainer, "data": self._loader.first, "unseen": self._unseen.packed}
 
     def load_state_dict(self, saved: dict[str, Any]) -> None:
         """Take it."""
         self.trainer.load_state_dict(saved["trainer"])
         self._loader.first = saved["data"]
+        self._unseen.go_back(saved["unseen"])
 
 
 class _Position:
@@ -226,6 +261,29 @@ class _Position:
         self._is_placed = True
 
 
+class _Unseen:
+    """Where the next validation of 0.2 goes on in its texts; those of 0.3 begin anew, and have no loader.
+
+    Its data set keeps where it is, and tokens for the next batch, in its attributes, over iterations. With
+    workers it does not: each of them begins with a new copy.
+    """
+
+    def __init__(self, loader: Any) -> None:
+        self._values: dict[str, Any] = {} if loader is None else vars(loader.dataset)
+        self.packed = b""
+        self.note()
+
+    def note(self) -> None:
+        """Take its numbers and lists as they are."""
+        found = {key: value for key, value in self._values.items() if isinstance(value, (int, list))}
+        self.packed = codec.pack(found, name="the validation's data set")
+
+    def go_back(self, packed: bytes) -> None:
+        """Put them back."""
+        self.packed = packed
+        self._values.update(codec.unpack(packed))
+
+
 def _refuse_release() -> None:
     """Raise UsageError where torchtitan is not the one that this stands on."""
     for kind, names in HOOKS.items():
@@ -238,25 +296,28 @@ def _refuse_release() -> None:
             raise UsageError(f"torchtitan's Trainer.train does not use {name} any more: {VERSIONS}")
 
 
-def _refuse(config: Any) -> None:
-    """Raise UsageError where a configuration is of a Trainer that ckptless does not protect."""
-    kind, parallel, training = config._owner, config.parallelism, config.training
+def _refuse(kind: Any, config: Any) -> None:
+    """Raise UsageError where a Trainer of this configuration is not one that ckptless protects."""
+    parallel, training = config.parallelism, config.training
     if kind.train is not Trainer.train:
         raise UsageError(
             f"{kind.__name__} has a `train` of its own, which ckptless does not know: use torchtitan's"
         )
-    on_cuda = torch.cuda.is_available()
+    # 0.2 has none of these.
+    graphs = not getattr(training, "disable_cuda_graphs", True)
+    symmetric = getattr(parallel, "enable_fsdp_symm_mem", False)
     cannot = {
         "pipeline parallelism": parallel.pipeline_parallel_degree > 1,
         "tensor parallelism": parallel.tensor_parallel_degree > 1,
         "context parallelism": parallel.context_parallel_degree > 1,
         "expert parallelism": parallel.expert_parallel_degree > 1,
-        "symmetric memory (enable_fsdp_symm_mem)": parallel.enable_fsdp_symm_mem,
+        "symmetric memory (enable_fsdp_symm_mem)": symmetric,
         "enable_cpu_offload": training.enable_cpu_offload,
-        "CUDA graphs (take --training.disable_cuda_graphs)": on_cuda and not training.disable_cuda_graphs,
+        "CUDA graphs (take --training.disable_cuda_graphs)": graphs and torch.cuda.is_available(),
         "checkpoints in the background (checkpoint.async_mode)": config.checkpoint.enable
         and getattr(config.checkpoint, "async_mode", None) != "disabled",
         "create_seed_checkpoint": config.checkpoint.create_seed_checkpoint,
+        "early_step_in_backward": getattr(config.optimizer, "early_step_in_backward", False),
         f"comm.mode {config.comm.mode}": config.comm.mode != "default",
     }
     for what, is_so in cannot.items():

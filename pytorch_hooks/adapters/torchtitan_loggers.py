@@ -47,7 +47,7 @@ class Loggers:
     def __init__(self, metrics: Any, committed: Callable[[], int]) -> None:
         self._committed = committed
         if isinstance(metrics.logger, LoggerContainer) and not hasattr(metrics.logger, "_loggers"):
-            raise UsageError("torchtitan's LoggerContainer._loggers is gone: use torchtitan 0.3")
+            raise UsageError("torchtitan's LoggerContainer._loggers is gone: use torchtitan 0.2.2 to 0.3")
         # None where this rank logs nothing.
         self._loggers = [(one, Written()) for one in getattr(metrics.logger, "_loggers", ())]
         for one, written in self._loggers:

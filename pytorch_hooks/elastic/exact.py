@@ -15,7 +15,6 @@ from typing import Any, TypeAlias
 
 import torch
 import xxhash
-from torch.nn.parallel import DistributedDataParallel
 
 from ckptless.daemon.protocol.errors import UsageError
 from ckptless.pytorch_hooks.elastic.sums import Flats, Packing, Share, Sum, add, gather_single
@@ -23,6 +22,7 @@ from ckptless.pytorch_hooks.elastic.tree import Node, block, fold
 from ckptless.pytorch_hooks.state import State, gradients, private, rng
 from ckptless.pytorch_hooks.state.objects import every_parameter, tree_of
 from ckptless.pytorch_hooks.state.walk import shown
+from ckptless.pytorch_hooks.torch_private import ddp as torch_ddp
 
 MOST_VIRTUAL_RANKS = 4096
 # What a rank tells of itself at each call, before its parameters and parts.
@@ -326,7 +326,7 @@ def begin(how: Exact) -> None:
 
 def _refuse(state: State) -> None:
     for prefix, module in tree_of(state).modules():
-        if isinstance(module, DistributedDataParallel):
+        if torch_ddp.of(module) is not None:
             raise UsageError(
                 f"{shown(f'm:{prefix}')} is a DistributedDataParallel, which adds up gradients in an order "
                 "that depends on the number of ranks: in an exact job give the State the plain module"

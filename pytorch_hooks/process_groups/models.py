@@ -3,7 +3,6 @@
 from collections.abc import Iterable
 
 import torch
-from torch.nn.parallel import DistributedDataParallel
 
 from ckptless.pytorch_hooks.state import State
 from ckptless.pytorch_hooks.state.objects import parts_of
@@ -19,10 +18,10 @@ class Buckets:
 
     def __init__(self, state: State) -> None:
         self._modules = {
-            f"{role}:{name}": module
+            f"{role}:{name}": ddp
             for role, root in parts_of(state).modules.items()
             for name, module in root.named_modules()
-            if isinstance(module, DistributedDataParallel)
+            if (ddp := torch_ddp.of(module)) is not None
         }
         # A Reducer reduces what is trained when it is made.
         self._trained = [(p, p.requires_grad) for one in self._modules.values() for p in one.parameters()]

@@ -68,11 +68,12 @@ def children_of(module: torch.nn.Module) -> dict[str, torch.nn.Module | None]:
 def hooks_of(module: torch.nn.Module) -> Iterator[tuple[str, Any]]:
     """Give the functions that a module calls by the way, by what torch calls them (`_forward_hooks`...).
 
-    Not those of FSDP2: they keep where a forward pass is, and are renewed.
+    Not those of FSDP2 and of `replicate`: they keep where a forward pass is, and are renewed.
     """
+    renewed = ("torch.distributed.fsdp.", "torch.distributed._composable.")
     for kind in ("forward_pre_hooks", "forward_hooks", "backward_pre_hooks", "backward_hooks"):
         for index, hook in enumerate(list(getattr(module, f"_{kind}", {}).values())):
-            if not str(getattr(hook, "__module__", "")).startswith("torch.distributed.fsdp."):
+            if not str(getattr(hook, "__module__", "")).startswith(renewed):
                 yield f"{kind}[{index}]", hook
 
 

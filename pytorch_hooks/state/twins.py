@@ -5,11 +5,11 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
-from torch.nn.parallel import DistributedDataParallel
 
 from ckptless.daemon.protocol.errors import UsageError
 from ckptless.pytorch_hooks.state import private
 from ckptless.pytorch_hooks.state.objects import State, every_tensor, tree_of
+from ckptless.pytorch_hooks.torch_private import ddp as torch_ddp
 
 # Of torch's communication hooks those that go on from what they have kept of the steps before.
 _KEEPING = ("PowerSGDState", "PostLocalSGDState")
@@ -27,8 +27,9 @@ def twins(state: State, rank: int, world_size: int) -> tuple[int, ...]:
     for mesh, sharded in _kinds(state):
         known &= _sharers(mesh.mesh, sharded, rank, world_size)
     for _prefix, module in tree_of(state).modules():
-        if isinstance(module, DistributedDataParallel):
-            known &= set(dist.get_process_group_ranks(module.process_group))
+        ddp = torch_ddp.of(module)
+        if ddp is not None:
+            known &= set(dist.get_process_group_ranks(ddp.process_group))
     return tuple(sorted(known))
 
 
@@ -41,12 +42,13 @@ def refuse(state: State) -> None:
                 f"state.{name} is a FullyShardedDataParallel (FSDP1), which ckptless cannot recover: "
                 "use torch.distributed.fsdp.fully_shard (FSDP2)"
             )
-        if isinstance(module, DistributedDataParallel) and any(map(_is_sparse, module.modules())):
+        ddp = torch_ddp.of(module)
+        if ddp is not None and any(map(_is_sparse, module.modules())):
             raise UsageError(
                 f"state.{prefix.rstrip('.:').replace(':', '.')} is a DistributedDataParallel with sparse "
                 "gradients, whose buckets torch does not tell: take sparse=False in its embeddings"
             )
-        for kept in private.comm_hook_states(module):
+        for kept in [] if ddp is None else private.comm_hook_states(ddp):
             if type(kept).__name__ in _KEEPING:
                 raise UsageError(
                     f"the communication hook of state.{prefix.rstrip('.:').replace(':', '.')} keeps a "

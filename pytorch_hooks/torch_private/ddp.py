@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import sys
 from typing import Any
 
 import torch
@@ -13,6 +14,24 @@ from ckptless.pytorch_hooks.torch_private.works import FinishedWork
 
 Layout = list[list[int]]
 """Of each bucket, in the order of reduction, the parameters by index among those that DDP reduces."""
+
+
+def of(module: torch.nn.Module) -> DistributedDataParallel | None:
+    """Return the DDP that a module is, or that `replicate` of torch.distributed._composable has for it.
+
+    That is made here if the module has not run yet, since it would be made in its first forward pass, among
+    processes of which some have done so before.
+    """
+    if isinstance(module, DistributedDataParallel):
+        return module
+    composed: Any = sys.modules.get("torch.distributed._composable.replicate")
+    if composed is None or not isinstance(module, composed.DDP):
+        return None
+    state = composed.replicate.state(module)
+    if getattr(state, "_ddp", None) is None:
+        state.lazy_init()
+    made: DistributedDataParallel = state._ddp
+    return made
 
 
 def _reducer(ddp: DistributedDataParallel) -> Any:

@@ -23,6 +23,7 @@ _WORLD = "torch.distributed.distributed_c10d:_world"
 _SYMMETRIC = f"{_C10D}:_SymmetricMemory"
 _NCCL = "torch.distributed:ProcessGroupNCCL"
 _DDP = "torch.nn.parallel:DistributedDataParallel"
+_COMPOSED = "torch.distributed._composable.replicate:_ReplicateState"
 _FSDP = "torch.distributed.fsdp._fully_shard"
 _STATE = f"{_FSDP}._fsdp_state:FSDPState"
 _GROUP = f"{_FSDP}._fsdp_param_group:FSDPParamGroup"
@@ -129,6 +130,8 @@ DDP = (
     Name(f"{_DDP}._has_rebuilt_buckets", "whether the buckets are the final ones", held=True),
     Name(f"{_DDP}.require_backward_grad_sync", "the generation may have ended under no_sync()", held=True),
     Name(f"{_DDP}.require_forward_param_sync", "the same", held=True),
+    Name(f"{_COMPOSED}.lazy_init", "makes the DDP of a module that `replicate` was called for", "self"),
+    Name(f"{_COMPOSED}._ddp", "that DDP", held=True),
     Name(f"{_C10D}:GradBucket.parameters", "which parameters are in a bucket"),
     Name(f"{_C10D}:Reducer._get_zeros_like_grad_buckets", "which buckets there are"),
     Name(f"{_C10D}:Reducer._push_all_rebuilt_params", "a rebuild before any backward"),

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import shutil
+import sys
 from pathlib import Path
 
 import pytest
@@ -10,6 +11,8 @@ import pytest
 from .frameworks import RANKS, TITAN_ENV, plain, protected, scalars, told
 from .localrun import FAULTY_DEADLINE_S, HERE, Job, lose_node, wait_until
 
+# It needs triton, which the Makefile keeps apart; a torch that comes with one goes first.
+sys.path.append(f"{sys.prefix}/triton")
 pytest.importorskip("torchtitan")
 
 SCRIPT = HERE / "titan_script.py"

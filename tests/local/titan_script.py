@@ -16,8 +16,9 @@ from pathlib import Path
 from typing import Any
 
 import one_gpu  # type: ignore[import-not-found]  # run as a script, beside it
-import titan_anywhere  # type: ignore[import-not-found]  # run as a script, beside it
 import torch
+from torch.distributed.fsdp import FSDPModule
+from torch.distributed.tensor import DTensor
 from torch.optim.optimizer import register_optimizer_step_pre_hook
 from torchtitan.components.metrics import MetricsProcessor
 from torchtitan.tools.logging import init_logger
@@ -33,21 +34,17 @@ def kill(step: int) -> None:
             os.kill(os.getpid(), signal.SIGKILL)
 
 
-class Metrics(MetricsProcessor):  # type: ignore[misc]
+# The step that is being done.
+AT = [0]
+register_optimizer_step_pre_hook(lambda *_: kill(AT[0]))
+
+
+class Told(MetricsProcessor):  # type: ignore[misc]
     """Writes what is logged on every rank, and kills its process where it is told to, once."""
-
-    @dataclass(kw_only=True, slots=True)
-    class Config(MetricsProcessor.Config):  # type: ignore[misc]
-        """As of torchtitan's."""
-
-    def __init__(self, config: Config, **words: Any) -> None:
-        super().__init__(config, **words)
-        self.at = 0
-        register_optimizer_step_pre_hook(lambda *_: kill(self.at))
 
     def should_log(self, step: int) -> bool:
         """As torchtitan's; where a step begins."""
-        self.at = step
+        AT[0] = step
         return bool(super().should_log(step))
 
     def log(self, step: int, *values: Any, **more: Any) -> None:
@@ -69,10 +66,26 @@ class Metrics(MetricsProcessor):  # type: ignore[misc]
 
 
 def configured() -> Any:
-    config = titan_anywhere.anywhere()
-    config.training.steps, config.validator.enable = STEPS, True
-    config.metrics = Metrics.Config(log_freq=1)
-    config.dump_folder = str(OUT)
+    """Return it as the release that is installed has it: 0.3's own, or a JobConfig."""
+    if hasattr(MetricsProcessor, "Config"):
+        import titan_anywhere  # type: ignore[import-not-found]  # run as a script, beside it
+
+        class Metrics(Told):
+            @dataclass(kw_only=True, slots=True)
+            class Config(MetricsProcessor.Config):  # type: ignore[misc]
+                """As of torchtitan's."""
+
+        config = titan_anywhere.anywhere()
+        config.metrics, config.dump_folder = Metrics.Config(), str(OUT)
+        validation, loader = config.validator, config.dataloader
+    else:
+        import titan_02  # type: ignore[import-not-found]  # run as a script, beside it
+
+        config = titan_02.tiny(Told)
+        config.job.dump_folder = str(OUT)
+        validation, loader = config.validation, config.training.dataloader
+    config.metrics.log_freq = 1
+    config.training.steps, validation.enable = STEPS, True
     if "DDP" in os.environ:
         config.parallelism.data_parallel_replicate_degree = int(os.environ["WORLD_SIZE"])
         config.parallelism.data_parallel_shard_degree = 1
@@ -80,14 +93,27 @@ def configured() -> Any:
         config.training.global_batch_size = 8
         config.metrics.enable_tensorboard = True
         config.checkpoint.enable, config.checkpoint.interval = True, 4
-        config.dataloader.num_workers = int(os.environ["MORE"])
+        loader.num_workers = int(os.environ["MORE"])
     return config
 
 
+def built(config: Any) -> Any:
+    if hasattr(config, "build"):
+        return config.build()
+    import titan_02  # run as a script, beside it
+
+    return titan_02.build(config)
+
+
 def finish(trainer: Any) -> None:
+    for module in trainer.model_parts[0].modules():
+        # A validation behind the last step leaves parameters whole, as 0.2 has it.
+        if isinstance(module, FSDPModule):
+            module.reshard()
     digest = hashlib.sha256()
     for parameter in trainer.model_parts[0].parameters():
-        digest.update(parameter.to_local().detach().cpu().numpy().tobytes())
+        local = parameter.to_local() if isinstance(parameter, DTensor) else parameter
+        digest.update(local.detach().cpu().numpy().tobytes())
     text = f"{digest.hexdigest()} {trainer.step} {trainer.ntokens_seen}\n"
     (OUT / f"final-{os.environ['RANK']}.txt").write_text(text)
 
@@ -96,7 +122,7 @@ OUT.mkdir(parents=True, exist_ok=True)
 one_gpu.begin()
 init_logger()
 if "PLAIN" in os.environ:
-    trainer = configured().build()
+    trainer = built(configured())
     trainer.train()
     trainer.close()
     finish(trainer)

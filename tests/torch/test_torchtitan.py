@@ -20,20 +20,25 @@ pytest.importorskip("torchtitan")
 from torchdata.stateful_dataloader import StatefulDataLoader
 from torchtitan.components.dataloader import ParallelAwareDataloader
 from torchtitan.components.metrics import LoggerContainer, TensorBoardLogger
-from torchtitan.models.llama3.config_registry import llama3_debugmodel
-from torchtitan.trainer import Trainer
 
 import ckptless.torchtitan
 from ckptless.daemon.protocol.errors import UsageError
 from ckptless.pytorch_hooks.adapters import torchtitan as adapter
 from ckptless.pytorch_hooks.adapters import torchtitan_loggers as loggers
 
+Trainer: Any = vars(adapter)["Trainer"]
+IS_02 = adapter.CONFIG == "JobConfig"
+if IS_02:
+    from torchtitan.config import JobConfig as configured
+else:
+    from torchtitan.models.llama3.config_registry import llama3_debugmodel as configured
+
 pytestmark = pytest.mark.filterwarnings("ignore::UserWarning")
 
 
 def test_this_release_has_what_the_adapter_stands_on() -> None:
     adapter._refuse_release()
-    adapter._refuse(llama3_debugmodel())
+    adapter._refuse(Trainer, configured())
 
 
 @pytest.mark.parametrize(
@@ -44,7 +49,7 @@ def test_a_hook_that_has_moved_is_refused(monkeypatch: pytest.MonkeyPatch, kind:
         monkeypatch.delattr(kind, name)
     else:
         monkeypatch.delitem(kind.__annotations__, name)
-    with pytest.raises(UsageError, match=rf"{kind.__name__}\.{name} is gone: use torchtitan 0\.3"):
+    with pytest.raises(UsageError, match=rf"{kind.__name__}\.{name} is gone: use torchtitan 0\.2\.2 to 0\.3"):
         adapter._refuse_release()
 
 
@@ -57,7 +62,7 @@ def test_a_train_that_goes_another_way_is_refused(monkeypatch: pytest.MonkeyPatc
 
     train.__code__ = code.replace(co_names=tuple(f"{one}_2" if one == name else one for one in code.co_names))
     monkeypatch.setattr(Trainer, "train", train)
-    with pytest.raises(UsageError, match=rf"does not use {name} any more: use torchtitan 0\.3"):
+    with pytest.raises(UsageError, match=rf"does not use {name} any more: use torchtitan 0\.2\.2 to 0\.3"):
         adapter._refuse_release()
 
 
@@ -71,6 +76,13 @@ def _set(path: str, value: Any) -> Callable[[Any], None]:
     return change
 
 
+NEW = (
+    [("optimizer.early_step_in_backward", True, "early_step_in_backward")]
+    if IS_02
+    else [("parallelism.enable_fsdp_symm_mem", True, "symmetric memory")]
+)
+
+
 @pytest.mark.parametrize(
     ("path", "value", "said"),
     [
@@ -78,32 +90,37 @@ def _set(path: str, value: Any) -> Callable[[Any], None]:
         ("parallelism.tensor_parallel_degree", 2, "tensor parallelism"),
         ("parallelism.context_parallel_degree", 2, "context parallelism"),
         ("parallelism.expert_parallel_degree", 2, "expert parallelism"),
-        ("parallelism.enable_fsdp_symm_mem", True, "symmetric memory"),
+        *NEW,
         ("training.enable_cpu_offload", True, "enable_cpu_offload"),
         ("checkpoint.create_seed_checkpoint", True, "create_seed_checkpoint"),
         ("comm.mode", "fake_backend", "comm.mode fake_backend"),
     ],
 )
 def test_what_cannot_be_protected_is_refused(path: str, value: Any, said: str) -> None:
-    config = llama3_debugmodel()
+    config = configured()
     _set(path, value)(config)
     with pytest.raises(UsageError, match=f"a Trainer with {said}.* is not protected by ckptless"):
-        adapter._refuse(config)
+        adapter._refuse(Trainer, config)
 
 
-def test_checkpoints_in_the_background_and_graphs_are_refused(monkeypatch: pytest.MonkeyPatch) -> None:
-    config = llama3_debugmodel()
+def test_checkpoints_in_the_background_are_refused() -> None:
+    config = configured()
     config.checkpoint.async_mode = "async"
-    adapter._refuse(config)
+    adapter._refuse(Trainer, config)
     config.checkpoint.enable = True
     with pytest.raises(UsageError, match=r"checkpoints in the background \(checkpoint.async_mode\)"):
-        adapter._refuse(config)
-    config.checkpoint.enable = False
+        adapter._refuse(Trainer, config)
+
+
+@pytest.mark.skipif(IS_02, reason="its Trainer captures none")
+def test_graphs_are_refused(monkeypatch: pytest.MonkeyPatch) -> None:
+    config = configured()
+    adapter._refuse(Trainer, config)
     monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
     with pytest.raises(UsageError, match=r"CUDA graphs \(take --training.disable_cuda_graphs\)"):
-        adapter._refuse(config)
+        adapter._refuse(Trainer, config)
     config.training.disable_cuda_graphs = True
-    adapter._refuse(config)
+    adapter._refuse(Trainer, config)
 
 
 def test_a_trainer_of_another_kind_is_refused() -> None:
@@ -111,18 +128,27 @@ def test_a_trainer_of_another_kind_is_refused() -> None:
         def train(self) -> None:
             """Go another way."""
 
-    config = SimpleNamespace(_owner=Own, parallelism=None, training=None)
+    config = SimpleNamespace(parallelism=None, training=None)
     with pytest.raises(UsageError, match="Own has a `train` of its own, which ckptless does not know"):
-        adapter._refuse(config)
-    with pytest.raises(UsageError, match=r"train takes a Trainer.Config of torchtitan's, not a dict"):
+        adapter._refuse(Own, config)
+    with pytest.raises(UsageError, match=rf"train takes a {adapter.CONFIG} of torchtitan's, not a dict"):
         ckptless.torchtitan.train({})
 
 
+@pytest.mark.skipif(IS_02, reason="its configuration does not know its Trainer")
+def test_a_configuration_that_knows_its_trainer_takes_no_other() -> None:
+    with pytest.raises(UsageError, match=r"builds its own Trainer: give train no trainer_class"):
+        ckptless.torchtitan.train(configured(), Trainer)
+
+
 def test_another_release_is_refused_where_it_is_imported(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Release 0.2, say, has no such module."""
+    """Release 0.1, say, has no such modules."""
     monkeypatch.delitem(sys.modules, adapter.__name__)
-    monkeypatch.setitem(sys.modules, "torchtitan.trainer", None)
-    with pytest.raises(UsageError, match=r"not the one that ckptless knows .*: use torchtitan 0\.3"):
+    for name in ("torchtitan.trainer", "torchtitan.train"):
+        monkeypatch.setitem(sys.modules, name, None)
+    with pytest.raises(
+        UsageError, match=r"not the one that ckptless knows .*: use torchtitan 0\.2\.2 to 0\.3"
+    ):
         importlib.reload(ckptless.torchtitan)
     monkeypatch.undo()
     importlib.reload(ckptless.torchtitan)

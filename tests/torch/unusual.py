@@ -23,6 +23,7 @@ import torch
 # Optimizers import it in their first step: here once, and not in each fork.
 import torch._dynamo
 from torch import nn
+from torch.distributed._composable.replicate import replicate
 from torch.nn.parallel import DistributedDataParallel
 from torch.nn.utils import parametrizations
 from torch.optim.lr_scheduler import LambdaLR
@@ -126,6 +127,14 @@ class Tied(Kind):
         net = nn.Sequential(nn.Linear(8, 8), nn.ReLU(), nn.Linear(8, 8))
         net[2].weight = net[0].weight
         return net
+
+
+@kind
+class Composed(Kind):
+    """What DDP is in torchtitan 0.2, made in the first forward pass."""
+
+    def wrap(self, net: nn.Module) -> nn.Module:
+        return replicate(net)
 
 
 @kind

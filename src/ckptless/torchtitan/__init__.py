@@ -8,7 +8,7 @@ except ImportError as error:
     if not (error.name or "").startswith("torchtitan."):
         raise
     raise UsageError(
-        f"torchtitan is not the one that ckptless knows ({error}): use torchtitan 0.3"
+        f"torchtitan is not the one that ckptless knows ({error}): use torchtitan 0.2.2 to 0.3"
     ) from error
 
 __all__ = ["train"]
