@@ -281,6 +281,11 @@ GROUPS: Mapping[str, Mapping[str, Meaning]] = {
             "Something beside the State changes from step to step, and would be lost with the process",
             "Put it into the State; `ckptless-run --rehearse` names more",
         ),
+        "late-break": Meaning(
+            "A loop of the script may end behind its `run.commit`: after a fault between the two one more "
+            "step is trained",
+            "Ask at the top of the loop whether there is a step to come",
+        ),
         "loop-over": Meaning(
             "After a fault the script asked again for a loader whose loop was over, and got no batches of it",
         ),

@@ -6,8 +6,6 @@ of them a turn may read before it has set them.
 
 from __future__ import annotations
 
-import dis
-import functools
 import time
 from collections import Counter, defaultdict
 from collections.abc import Callable, Iterable, Mapping
@@ -17,6 +15,7 @@ from typing import Any, TypeAlias
 
 import torch
 
+from ckptless.pytorch_hooks.cursor.turns import carried
 from ckptless.pytorch_hooks.state.reach import variables
 
 # Commits at which variables are looked at before anything is told.
@@ -24,9 +23,6 @@ LOOKS = 4
 # A float is a time where it is so near to a clock, and larger than that: a loss is not.
 CLOCK_S = 1000.0
 _CLOCKS = (time.time, time.monotonic, time.perf_counter)
-_ENDS = ("RETURN", "RAISE", "RERAISE", "JUMP_FORWARD", "JUMP_BACKWARD", "JUMP_ABSOLUTE")
-# Where an instruction has a variable, by the words of its name.
-_PLACES = ("FAST", "NAME", "GLOBAL", "DEREF")
 # Of the State so much is looked at.
 DEPTH, MANY = 3, 1000
 _Variable: TypeAlias = tuple[CodeType, str]
@@ -105,70 +101,3 @@ def _numbers(state: Any, depth: int = 0) -> Iterable[Any]:
 def _mark(value: Any) -> Any:
     """Return what tells a number from another one; of a tensor, which may be a device's, not its values."""
     return (id(value), value._version) if isinstance(value, torch.Tensor) else value
-
-
-@functools.cache
-def carried(code: CodeType, at: int) -> frozenset[str]:
-    """Return the variables that a turn of a loop around the instruction at `at` reads before it sets them.
-
-    And that it sets: liveness where the loop begins, of what is in the loop alone.
-    """
-    steps = list(dis.get_instructions(code))
-    jumps = {one.offset: one.argval for one in steps if one.opcode in (*dis.hasjrel, *dis.hasjabs)}
-    ends: dict[int, int] = {}
-    for offset in _reached(steps, jumps) & jumps.keys():
-        target = jumps[offset]
-        if target <= at <= offset:
-            ends[target] = max(offset, ends.get(target, 0))
-    found: set[str] = set()
-    for begin, end in ends.items():
-        loop = [one for one in steps if begin <= one.offset <= end]
-        uses = {one.offset: _uses(one) for one in loop}
-        sets = {name for each in uses.values() for name, is_set in each if is_set}
-        found |= sets & _live(loop, jumps, uses)
-    return frozenset(found)
-
-
-def _after(steps: list[dis.Instruction]) -> dict[int, int]:
-    """Return what follows on each instruction that something follows on, by offsets."""
-    return {one.offset: then.offset for one, then in pairwise(steps) if not one.opname.startswith(_ENDS)}
-
-
-def _reached(steps: list[dis.Instruction], jumps: Mapping[int, int]) -> set[int]:
-    """Return what is reached without an exception: what handles one jumps back into the middle of a loop."""
-    after, reached, todo = _after(steps), set[int](), [steps[0].offset]
-    while todo:
-        offset = todo.pop()
-        if offset not in reached:
-            reached.add(offset)
-            todo += [then[offset] for then in (after, jumps) if offset in then]
-    return reached
-
-
-def _live(
-    loop: list[dis.Instruction], jumps: Mapping[int, int], uses: Mapping[int, list[tuple[str, bool]]]
-) -> set[str]:
-    """Return what may be read before it is set, from the first of these instructions on."""
-    begin, after = loop[0].offset, _after(loop)
-    before: dict[int, set[str]] = defaultdict(set)
-    grew = True
-    while grew:
-        grew = False
-        for one in reversed(loop):
-            # The next turn is another one.
-            then = {after.get(one.offset, -1), jumps.get(one.offset, -1)} - {begin}
-            live = set().union(*(before[offset] for offset in then))
-            for name, is_set in reversed(uses[one.offset]):
-                (live.discard if is_set else live.add)(name)
-            grew |= live != before[one.offset]
-            before[one.offset] = live
-    return before[begin]
-
-
-def _uses(one: dis.Instruction) -> list[tuple[str, bool]]:
-    """Return the variables of an instruction, and whether it sets them; some instructions have two."""
-    words = one.opname.split("_")
-    parts = [pair for pair in pairwise(words) if pair[0] in ("LOAD", "STORE", "DELETE")]
-    names = one.argval if isinstance(one.argval, tuple) else (one.argval,)
-    named = [(name, how) for (how, of), name in zip(parts, names, strict=False) if of in _PLACES]
-    return [(str(name), how == "STORE") for name, how in named]

@@ -6,12 +6,15 @@ import functools
 import weakref
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
+from pathlib import Path
+from types import FrameType
 from typing import Any
 
 from torch.utils.data import DataLoader
 
 from ckptless.pytorch_hooks.cursor.carried import CarriedNumbers
 from ckptless.pytorch_hooks.cursor.cursor import Knows
+from ckptless.pytorch_hooks.cursor.turns import is_in_loop, left_behind
 from ckptless.pytorch_hooks.state.reach import script_frames
 from ckptless.pytorch_hooks.torch_private.batches import given
 
@@ -22,14 +25,17 @@ LOOKS = 16
 class OwnLoops:
     """Tells, once each, of loops that would not go on where a fault cut them off. Main thread only.
 
+    `tell`, and `tell_late` of a loop that ends behind its commit, take a sentence for who runs the job.
+
     Where iterators of DataLoaders give batches to one step after the other; an evaluation's ends before the
     next commit. Of torchdata's StatefulDataLoader a State may have the position: it is left out. And where
     epoch follows epoch, and nobody has asked which. A script may have its own ways to go on, so that neither
     is an error.
     """
 
-    def __init__(self, tell: Callable[[str], None]) -> None:
-        self._tell = tell
+    def __init__(self, tell: Callable[[str], None], tell_late: Callable[[str], None]) -> None:
+        self._tell, self._tell_late = tell, tell_late
+        self._is_late_known = False
         self._numbers = CarriedNumbers(tell)
         # Since the training function was entered: whether the script has asked for the epoch, and whether for
         # the step. `asked`: for the step, since the last epoch ended.
@@ -75,10 +81,28 @@ class OwnLoops:
             "scheduler's step) is done again. Write for epoch in range(run.epoch, epochs)"
         )
 
-    def look_at_numbers(self, train: Callable[..., Any] | None, kept: Mapping[str, Any]) -> None:
-        """Look at the variables of the script's loops, at a step that the State has these plain data at."""
-        if not self._numbers.done:
-            self._numbers.look(script_frames(train), kept, asks=self.knows_step)
+    def look_at_code(self, train: Callable[..., Any] | None, kept: Mapping[str, Any]) -> None:
+        """Look at the script's loops and their variables, at a step that the State has such plain data at."""
+        if self._numbers.done:
+            return
+        frames = script_frames(train)
+        self._numbers.look(frames, kept, asks=self.knows_step)
+        if not self._is_late_known:
+            self._is_late_known = True
+            self._look_for_late(frames)
+
+    def _look_for_late(self, frames: list[FrameType]) -> None:
+        """Tell where the loop of a commit may end behind it: nobody could say after a fault that it has."""
+        for frame in frames:
+            if is_in_loop(frame.f_code, frame.f_lasti):
+                line = left_behind(frame.f_code, frame.f_lasti)
+                if line is not None:
+                    self._tell_late(
+                        f"line {line} of {Path(frame.f_code.co_filename).name} ends the loop behind "
+                        "run.commit: after a fault between the two one more step is trained. Ask at the top "
+                        "of the loop whether there is a step to come"
+                    )
+                return
 
     def look(self) -> None:
         """Look, at a commit."""

@@ -134,8 +134,9 @@ class Run:
         # In a process that was made ready as a spare.
         self._warmed: Warmed | None = None
         # Tells where what `train` has beside its State changes, once.
-        self._outside = Outside(train, self._tell_outside)
-        self._own_loops = OwnLoops(self._tell_outside)
+        tell_outside = partial(self._tell_first, "outside-state")
+        self._outside = Outside(train, tell_outside)
+        self._own_loops = OwnLoops(tell_outside, partial(self._tell_first, "late-break"))
         # Whether what this process writes has been read back.
         self._read_back = False
         # Of `ckptless-run --rehearse`; and what the newest record has.
@@ -185,10 +186,11 @@ class Run:
     def _warn(self, kind: str, text: str) -> None:
         self._session.send(m.Note(level="warning", kind=kind, text=text))
 
-    def _tell_outside(self, text: str) -> None:
+    def _tell_first(self, kind: str, text: str) -> None:
+        """Tell it in the first rank, whose script all others have, too."""
         if self.rank == 0:
             logger.warning("%s", text)
-            self._warn("outside-state", text)
+            self._warn(kind, text)
 
     def _tell_many(self, look: SecondLook, took_s: float, made: Draft) -> None:
         """Tell, once, of plain data that makes each commit slow, and how slow this one was."""
@@ -734,7 +736,7 @@ class Run:
         self._page.enter(COMMIT)
         if self.generation == 1 and not self.counts_epochs:
             # Later ones have nothing new to tell.
-            self._own_loops.look_at_numbers(self._outside.train, parts_of(self._kept.state).data)
+            self._own_loops.look_at_code(self._outside.train, parts_of(self._kept.state).data)
         due = self._cadence.is_due(step)
         self._cadence.meter.held_up(self._versions.held_s())
         began = time.monotonic()

@@ -163,6 +163,7 @@ def train(run):
         run.commit()
         if run.step == 9 and run.rank == 1 and run.generation == 1 and HOW != "past":
             os.kill(os.getpid(), signal.SIGKILL)
+        LATE
     (OUT / f"steps-{run.rank}").write_text(str(run.step))
 
 ckptless.run(train)
@@ -175,6 +176,7 @@ ckptless.run(train)
         ("past", "takes batches of a DataLoader itself", 18),
         ("does not ask", "range(run.epoch, epochs)", 18),
         ("carries", "least: variables of the training loop", 18),
+        ("asks late", " of script.py ends the loop behind run.commit", 18),
         ("asks", "", 18),
         ("several", "", 18),
         ("one after the other", "", 18),
@@ -185,10 +187,12 @@ def test_a_loop_that_would_not_go_on_where_it_was_is_told(
     tmp_path: Path, how: str, words: str, steps: int
 ) -> None:
     script = tmp_path / "script.py"
-    script.write_text(LOOPS)
+    late = "if run.step == 18: break" if how == "asks late" else ""
+    script.write_text(LOOPS.replace("LATE", late))
     with Job(tmp_path / "job", ["--nodes", RANKS, "--tee", "none"], [script, how, tmp_path]) as job:
         job.ended(0)
-        told = {event.text for event in job.ledger().events if event.kind == "outside-state"}
+        kinds = ("outside-state", "late-break")
+        told = {event.text for event in job.ledger().events if event.kind in kinds}
     assert len(told) == bool(words)
     assert all(words in text for text in told)
     assert {(tmp_path / f"steps-{rank}").read_text() for rank in range(RANKS)} == {str(steps)}

@@ -58,7 +58,7 @@ class Process:
     def __init__(self, log_with: Any, step: int = 0, words: Any = None) -> None:
         adapter.name_by_job()
         self.accelerator: Any = Accelerator(cpu=True, log_with=log_with)
-        self.accelerator.init_trackers("gpt", init_kwargs=words)
+        self.accelerator.init_trackers("gpt", init_kwargs=words or {})
         self.trackers = adapter.Trackers(self.accelerator)
         self.run = SimpleNamespace(step=step)
         self.trackers.newest = 10 * step or -1

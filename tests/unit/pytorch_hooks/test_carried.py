@@ -9,7 +9,8 @@ from typing import Any
 import pytest
 import torch
 
-from ckptless.pytorch_hooks.cursor.carried import LOOKS, CarriedNumbers, carried
+from ckptless.pytorch_hooks.cursor.carried import LOOKS, CarriedNumbers
+from ckptless.pytorch_hooks.cursor.turns import carried
 from ckptless.pytorch_hooks.state.reach import script_frames
 
 Commit = Callable[..., None]

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 
 import pytest
 import torch
@@ -21,7 +21,7 @@ def told() -> list[str]:
 
 @pytest.fixture
 def loops(told: list[str]) -> OwnLoops:
-    return OwnLoops(told.append)
+    return OwnLoops(told.append, told.append)
 
 
 @pytest.mark.parametrize("batches", [1, 2])
@@ -95,3 +95,37 @@ def test_a_loop_over_epochs_that_does_not_ask_where_it_is(loops: OwnLoops, told:
         loops.asked = how == "asks for the step between epochs"
     assert len(told) == (not how)
     assert all("range(run.epoch, epochs)" in text for text in told)
+
+
+def late(commit: Callable[[], None]) -> None:
+    for step in range(3):
+        commit()
+        if step == 2:
+            break
+
+
+def in_time(commit: Callable[[], None]) -> None:
+    for step in range(9):
+        if step == 3:
+            break
+        commit()
+
+
+def by_another(commit: Callable[[], None]) -> None:
+    for step in range(9):
+        one_step(commit)
+        if step == 2:
+            break
+
+
+def one_step(commit: Callable[[], None]) -> None:
+    commit()
+
+
+@pytest.mark.parametrize("train", [late, by_another, in_time], ids=lambda train: train.__name__)
+def test_a_loop_that_ends_behind_its_commit_is_told_once(train: Callable[..., None]) -> None:
+    told: list[str] = []
+    loops = OwnLoops(lambda _text: None, told.append)
+    train(lambda: loops.look_at_code(train, {}))
+    assert len(told) == (train is not in_time)
+    assert all("test_own_loops.py ends the loop behind run.commit" in text for text in told)
