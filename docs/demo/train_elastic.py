@@ -46,7 +46,8 @@ def build(run: ckptless.Run, args: argparse.Namespace) -> ckptless.State:
     loader = MappedLoader(
         data, batch_size=args.batch, seed=args.seed, shuffle=True, drop_last=True, workers=0
     )
-    return ckptless.State(model=ddp, optimizer=optimizer, loader=loader)
+    # `ends`: all have seen that it is to end with this epoch
+    return ckptless.State(model=ddp, optimizer=optimizer, loader=loader, ends=False)
 
 
 def tell(run: ckptless.Run, old: int, new: int) -> None:
@@ -61,6 +62,8 @@ def train(run: ckptless.Run, args: argparse.Namespace) -> None:
     last = args.samples // args.batch  # steps of an epoch
     with (args.out / f"steps-{run.rank}.txt").open("a", buffering=1) as log:
         for numbers, windows in run.batches(state.loader, epochs=args.epochs):
+            if state.ends and run.step % last == 0:
+                break
             windows = windows.to(device)
             time.sleep(args.sample_s * len(windows))
             # (3) a mean over this rank's part counts by its size; what all ranks average is the batch's mean
@@ -79,9 +82,8 @@ def train(run: ckptless.Run, args: argparse.Namespace) -> None:
             step, process = run.step + 1, (socket.gethostname(), os.getpid())
             words = (step, value, time.time(), run.generation, run.world_size, *process, numbers.tolist())
             log.write(json.dumps(words) + "\n")
+            state.ends = bool(ends)
             run.commit(loss=value)
-            if ends and step % last == 0:
-                break
     state.loader.close()
 
 

@@ -30,6 +30,7 @@ from torch.utils.data import (
 
 from ckptless.daemon.protocol.errors import ProtocolError, UsageError
 from ckptless.pytorch_hooks.cursor.loader_state import LoaderState, drawn, redraw
+from ckptless.pytorch_hooks.cursor.turns import Place, here, is_behind
 from ckptless.pytorch_hooks.errors import CarriedError
 from ckptless.pytorch_hooks.state import raw, rng
 from ckptless.pytorch_hooks.state.second_look import is_due
@@ -52,7 +53,8 @@ class LoaderPosition(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     was fetched with, where to fetch it has moved a generator. `recut`: it is that of another number of ranks,
     and says so in every commit until a loader has gone on from it. `trained`: some of its batches were
     committed, as are none of one that is only evaluated; `current`: one of the newest step; `left`: the loop
-    over it was left in the middle of its epoch.
+    over it was left in the middle of its epoch; `behind`: it was asked for behind the loader without a name,
+    in the same turn of a loop around both.
     """
 
     epoch: int = 0
@@ -67,6 +69,7 @@ class LoaderPosition(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     trained: bool = False
     current: bool = False
     left: bool = False
+    behind: bool = False
 
 
 @dataclass(frozen=True)
@@ -84,13 +87,17 @@ class _Taken:
 
 
 class Knows(NamedTuple):
-    """Whether a script has asked which epoch, and which step it is in, and so asks for what is to come."""
+    """Whether a script has asked which epoch, and which step it is in, and so asks for what is to come.
+
+    `own`: it has an epoch of its own in the State.
+    """
 
     epoch: bool
     step: bool
+    own: bool = False
 
 
-KNOWS_ALL = Knows(epoch=True, step=True)
+KNOWS_ALL = Knows(epoch=True, step=True, own=True)
 
 
 class Cursors:
@@ -121,19 +128,25 @@ class Cursors:
         self._trained: set[str] = set()
         self._current: set[str] = set()
         self._left: set[str] = set()
+        self._behind: set[str] = set()
+        # Where the one without a name was asked for last.
+        self._unnamed: Place = ()
         # What was restored is in the middle of these, until one is asked for; and all that have trained,
         # until they go on.
         self._middle: frozenset[str] = frozenset()
         self._restored: set[str] = set()
+        # Whether what was restored is in a loop behind the one without a name, of whose epoch it still is.
+        self._is_behind = False
 
     def enter(self) -> None:
         """The training function is entered, and asks for all of its epochs again."""
         self._asked.clear()
+        self._unnamed = ()
 
     @property
-    def position(self) -> LoaderPosition:
-        """The position of the loader that is not named."""
-        return self._named[""].position
+    def epoch(self) -> int:
+        """The epoch of the loader without a name; the one before where a loop behind its is not over."""
+        return self._named[""].position.epoch - self._is_behind
 
     def batches(
         self, loader: Iterable[Any], epochs: int, name: str, knows: Knows = KNOWS_ALL
@@ -152,9 +165,14 @@ class Cursors:
                 "run.batches gives several epochs of a loader, and single ones of the same: after a fault "
                 "nobody could tell which are over. Give one of them a name: run.batches(..., name=...)"
             )
+        self._note_place(name, asked)
         self._asked[name] = several, asked + epochs
         cursor = self._named.setdefault(name, self._new())
-        if name in self._middle:
+        if not knows.own:
+            # What it asks for is the epoch of the loader without a name.
+            knows = knows._replace(epoch=knows.epoch and "" in self._trained)
+        is_counted = not any(knows) and len(self._middle) == 1
+        if name in self._middle and not (is_counted and asked + epochs <= cursor.position.epoch):
             self._middle = frozenset()
         if several and self._counts.setdefault((name, asked), epochs) != epochs:
             raise CarriedError(
@@ -164,6 +182,14 @@ class Cursors:
         if several:
             return self._given(name, cursor.batches(loader, epochs, asked))
         return self._unless_over(name, cursor.batches(loader), asked, knows)
+
+    def _note_place(self, name: str, asked: int) -> None:
+        if not name:
+            self._unnamed = here()
+        elif is_behind(self._unnamed, here(), is_later=self._asked.get("", (False, 0))[1] > asked):
+            self._behind.add(name)
+        else:
+            self._behind.discard(name)
 
     def _unless_over(self, name: str, batches: Iterator[Any], asked: int, knows: Knows) -> Iterator[Any]:
         # Only now: of loaders side by side all are asked for before the first of them gives a batch.
@@ -178,7 +204,11 @@ class Cursors:
         """Whether a loop over a loader, asked for so often before, was over at what was restored."""
         position = self._named[name].position
         if not name and knows.epoch:
-            return False  # that epoch is this loader's
+            # That epoch is this loader's.
+            was_behind, self._is_behind = self._is_behind, False
+            return was_behind
+        if name in self._middle:
+            return True
         if self._middle and (position.left or position.index == 0):
             return asked < position.epoch + position.left
         # One with a name may be begun anew whenever it ends, beside another one.
@@ -213,6 +243,7 @@ class Cursors:
         for name, position in saved.items():
             position["trained"], position["current"] = name in self._trained, name in self._current
             position["left"] = name in self._left and position["index"] > 0
+            position["behind"] = name in self._behind
         return saved
 
     def objects(self) -> dict[int, Any]:
@@ -238,8 +269,12 @@ class Cursors:
         self._trained = {name for name, position in at.items() if position.trained}
         self._current = {name for name, position in at.items() if position.current}
         self._left = {name for name, position in at.items() if position.left}
+        self._behind = {name for name, position in at.items() if position.behind}
         self._gave.clear()
         self._restored, self._middle = {*self._trained}, frozenset(self._current)
+        unnamed = at.get("", LoaderPosition())
+        is_after = unnamed.trained and unnamed.index == 0 < unnamed.epoch
+        self._is_behind = is_after and bool(self._middle) and self._middle <= self._behind
 
 
 class Cursor:

@@ -1,13 +1,15 @@
-"""What the byte code of a function says of its loops, of which a commit stands in the middle."""
+"""What the byte code of a script's functions says of the loops that it is in."""
 
 from __future__ import annotations
 
 import dis
 import functools
+import sys
 from collections import defaultdict
 from collections.abc import Mapping
 from itertools import pairwise
-from types import CodeType
+from types import CodeType, FrameType
+from typing import TypeAlias
 
 _ENDS = ("RETURN", "RAISE", "RERAISE", "JUMP_FORWARD", "JUMP_BACKWARD", "JUMP_ABSOLUTE")
 # Where an instruction has a variable, by the words of its name.
@@ -30,9 +32,47 @@ def carried(code: CodeType, at: int) -> frozenset[str]:
     return frozenset(found)
 
 
+Place: TypeAlias = tuple[tuple[CodeType, int], ...]
+"""Functions that are under way, the outermost first, each with the instruction that it is at."""
+
+
+def here() -> Place:
+    """Return where the script is that has called ckptless, and in whatever it has called by itself."""
+    found: list[tuple[CodeType, int]] = []
+    frame: FrameType | None = sys._getframe()
+    while frame is not None:
+        is_ours = str(frame.f_globals.get("__name__")).partition(".")[0] == "ckptless"
+        if is_ours and found:
+            break
+        if not is_ours:
+            found.append((frame.f_code, frame.f_lasti))
+        frame = frame.f_back
+    return tuple(reversed(found))
+
+
+def is_behind(first: Place, then: Place, *, is_later: bool) -> bool:
+    """Whether one place stands behind another one, in the same turn of a loop around both.
+
+    `is_later`: the same place in a loop does.
+    """
+    around: set[int] = set()
+    for (code, at), (other, later) in zip(first, then, strict=False):
+        if code is not other:
+            return False
+        around |= _around(code, at) & _around(code, later)
+        if at != later:
+            return at < later and bool(around)
+    return is_later and bool(around)
+
+
 def is_in_loop(code: CodeType, at: int) -> bool:
     """Whether there is a loop around the instruction at `at`."""
-    return bool(_loops(*_read(code), at))
+    return bool(_around(code, at))
+
+
+@functools.cache
+def _around(code: CodeType, at: int) -> frozenset[int]:
+    return frozenset(_loops(*_read(code), at))
 
 
 @functools.cache

@@ -113,7 +113,8 @@ class MappedLoader:
         self._manifest: DataIdentity | None = None
         self._epoch = 0
         self._position = DataPosition()
-        self._resumed = False
+        # Whether the next iteration begins at the position; whether the last one has come to its epoch's end.
+        self._resumed = self._ended = False
         self._turn = 0
         self._feed: RingFeed | None = None
         # The batches as a ring has them.
@@ -200,8 +201,9 @@ class MappedLoader:
         self._epoch = epoch
 
     def state_dict(self) -> dict[str, Any]:
-        """The position behind the last batch that was given out."""
-        position = msgspec.structs.asdict(self._position)
+        """The position behind the last batch that was given out; once the epoch has ended, the next one's."""
+        here = DataPosition(epoch=self._epoch) if self._ended else self._position
+        position = msgspec.structs.asdict(here)
         # Of what made the last batch: this is called for each of them, and to look at the layout takes long.
         manifest = self._manifest or self.manifest
         return {"format": FORMAT, "order": manifest.order_digest, "position": position}
@@ -222,6 +224,7 @@ class MappedLoader:
                 "loader are not what they were"
             )
         self._position, self._epoch, self._resumed = position, position.epoch, True
+        self._ended = False
 
     # ---------------------------------------------------------------------------------------------- ring
 
@@ -241,7 +244,7 @@ class MappedLoader:
 
     def __iter__(self) -> Iterator[Any]:
         position = self._position if self._resumed else DataPosition(epoch=self._epoch)
-        self._resumed = False
+        self._resumed = self._ended = False
         self._position = position
         self._turn += 1
         return self._epoch_from(self._turn, position)
@@ -254,7 +257,8 @@ class MappedLoader:
             for number, why in enumerate(skipped, after.skipped - len(skipped) + 1):
                 self._tell_skipped(number, why)
             yield made if self._pinning is None else self._pinning.batch(made)
-        self._epoch = position.epoch + 1
+        if turn == self._turn:
+            self._epoch, self._ended = position.epoch + 1, True
 
     def _tell_skipped(self, number: int, why: str) -> None:
         logger.warning("skipped: %s", why)

@@ -44,7 +44,7 @@ class Loaders:
     @property
     def epoch(self) -> int:
         """The epoch of the loader that is not named."""
-        return self._cursors.position.epoch
+        return self._cursors.epoch
 
     def enter(self, part: m.Assigned) -> None:
         """A generation begins; where nothing is restored in it, so do the loaders."""

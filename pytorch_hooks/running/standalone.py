@@ -55,7 +55,7 @@ class StandaloneRun:
     @property
     def epoch(self) -> int:
         """See Run."""
-        return self._cursor.position.epoch
+        return self._cursor.epoch
 
     def on_recovery(self, function: Callable[[Any], None]) -> None:
         """See Run; there is no recovery here."""

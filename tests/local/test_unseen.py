@@ -142,6 +142,11 @@ def train(run):
         elif HOW == "one after the other":
             for name in ("warm-up", "", "last"):
                 yield from run.batches(loader, name=name)
+        elif HOW == "two in each":
+            right = DataLoader(torch.ones(6, 2), 1)
+            for _ in range(run.epoch, 3):
+                yield from run.batches(loader)
+                yield from run.batches(right, name="right")
         elif HOW == "has its own":
             while state.epoch < 3:
                 yield from run.batches(loader)
@@ -180,6 +185,7 @@ ckptless.run(train)
         ("asks", "", 18),
         ("several", "", 18),
         ("one after the other", "", 18),
+        ("two in each", "", 36),
         ("has its own", "", 18),
     ],
 )

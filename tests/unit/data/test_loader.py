@@ -139,7 +139,12 @@ def test_any_position_leads_back(kind: str) -> None:
     for batch in whole:
         want.append(batch)
         states.append(codec.unpack(codec.pack(whole.state_dict())))
+    ended = whole.state_dict()
     want_next = list(whole)
+    # Once it has ended, as a living one goes on, and torchdata's do.
+    after = make(SOURCES[kind](), workers=0, shuffle=shuffle)
+    after.load_state_dict(ended)
+    assert list(after) == want_next
     for done, state in enumerate(states):
         again = make(SOURCES[kind](), workers=done % 3, shuffle=shuffle)
         again.load_state_dict(state)

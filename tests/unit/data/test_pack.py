@@ -103,11 +103,11 @@ def test_a_position_needs_nothing_before_it(tmp_path: Path) -> None:
     batches = iter(first)
     for _ in range(7):
         next(batches)
+    position = first.state_dict()
+    assert position["position"]["batch"] == 7
     want = content(batches)
     seen: list[int] = []
     again = loader(tmp_path, Documents(50, seen), workers=0)
-    position = first.state_dict()
-    position["position"]["batch"] = 7
     again.load_state_dict(position)
     assert content(again) == want
     assert len(seen) < 50 - 7

@@ -757,7 +757,7 @@ def test_wherever_a_fault_comes_the_epochs_are_as_many(how: str, *, new: bool) -
         cursors.enter()
         calls = EPOCHS_OF[how]
         if calls is None:
-            for _epoch in range(cursors.position.epoch, 3):
+            for _epoch in range(cursors.epoch, 3):
                 yield from cursors.batches(loaders[""], 1, "")
             return
         for epochs, name in calls:
@@ -781,7 +781,7 @@ def test_wherever_a_fault_comes_the_epochs_are_as_many(how: str, *, new: bool) -
 Script = Callable[[Cursors], Iterator[tuple[str, int]]]
 
 
-NOTHING, STEP = Knows(epoch=False, step=False), Knows(epoch=False, step=True)
+NOTHING, STEP, EPOCH = Knows(epoch=False, step=False), Knows(epoch=False, step=True), Knows(True, step=False)
 
 
 def warm_up(cursors: Cursors) -> Iterator[tuple[str, int]]:
@@ -801,7 +801,7 @@ def breaks_off(cursors: Cursors) -> Iterator[tuple[str, int]]:
 
 def alternating(cursors: Cursors) -> Iterator[tuple[str, int]]:
     """In each epoch one, and then the other, by which it counts."""
-    for _epoch in range(cursors.position.epoch, 3):
+    for _epoch in range(cursors.epoch, 3):
         for name in ("left", ""):
             yield from ((name, batch) for batch in cursors.batches([1, 2, 3], 1, name))
 
@@ -809,7 +809,7 @@ def alternating(cursors: Cursors) -> Iterator[tuple[str, int]]:
 def side_by_side(cursors: Cursors) -> Iterator[tuple[str, int]]:
     """One that is begun again whenever it ends, beside one that counts."""
     more = iter(cursors.batches([1, 2], 1, "more"))
-    for _epoch in range(cursors.position.epoch, 3):
+    for _epoch in range(cursors.epoch, 3):
         for batch in cursors.batches([1, 2, 3], 1, ""):
             found = next(more, None)
             if found is None:
@@ -827,7 +827,7 @@ def commits_between(cursors: Cursors) -> Iterator[tuple[str, int]]:
 
 def knows_and_commits_between(cursors: Cursors) -> Iterator[tuple[str, int]]:
     """The same, with two loaders, and it goes on from the epoch that it is in."""
-    for _epoch in range(cursors.position.epoch, 3):
+    for _epoch in range(cursors.epoch, 3):
         for name in ("left", ""):
             yield from ((name, batch) for batch in cursors.batches([1, 2, 3], 1, name))
         yield BETWEEN
@@ -858,9 +858,67 @@ def takes_turns(cursors: Cursors) -> Iterator[tuple[str, int]]:
         yield name, next(loops[name])
 
 
+def another_behind(cursors: Cursors) -> Iterator[tuple[str, int]]:
+    """In each epoch the one by which it counts, and then two others."""
+    for _epoch in range(cursors.epoch, 3):
+        for name in ("", "right", "far"):
+            yield from ((name, batch) for batch in cursors.batches([1, 2, 3], 1, name, EPOCH))
+
+
+def by_a_function(cursors: Cursors) -> Iterator[tuple[str, int]]:
+    def epoch(name: str, size: int) -> Iterator[tuple[str, int]]:
+        yield from ((name, batch) for batch in cursors.batches(range(size), 1, name, EPOCH))
+
+    for _epoch in range(cursors.epoch, 3):
+        yield from epoch("", 3)
+        yield from epoch("right", 2)
+
+
+def one_at_last(cursors: Cursors) -> Iterator[tuple[str, int]]:
+    """Epochs, and another loader behind them."""
+    for _epoch in range(cursors.epoch, 2):
+        yield from (("", batch) for batch in cursors.batches([1, 2, 3], 1, "", EPOCH))
+        yield BETWEEN
+    yield from (("last", batch) for batch in cursors.batches([1, 2, 3], 1, "last", EPOCH))
+
+
+def one_at_last_of_one(cursors: Cursors) -> Iterator[tuple[str, int]]:
+    for _epoch in range(cursors.epoch, 1):
+        yield from (("", batch) for batch in cursors.batches([1, 2, 3], 1, "", EPOCH))
+    yield from (("last", batch) for batch in cursors.batches([1, 2, 3], 1, "last", EPOCH))
+
+
+def every_second(cursors: Cursors) -> Iterator[tuple[str, int]]:
+    """Another one behind it in every second epoch."""
+    for epoch in range(cursors.epoch, 4):
+        yield from (("", batch) for batch in cursors.batches([1, 2, 3], 1, "", EPOCH))
+        if epoch % 2:
+            yield from (("right", batch) for batch in cursors.batches([1, 2, 3], 1, "right", EPOCH))
+
+
+def all_have_names(cursors: Cursors) -> Iterator[tuple[str, int]]:
+    """So that what it asks for is 0."""
+    yield from (("warm", batch) for batch in cursors.batches([1, 2, 3], 1, "warm", EPOCH))
+    for _epoch in range(cursors.epoch, 3):
+        for name in ("left", "right"):
+            yield from ((name, batch) for batch in cursors.batches([1, 2, 3], 1, name, EPOCH))
+
+
+def asks_nothing(cursors: Cursors) -> Iterator[tuple[str, int]]:
+    for _epoch in range(3):
+        for name in ("", "right"):
+            yield from ((name, batch) for batch in cursors.batches([1, 2, 3], 1, name, NOTHING))
+
+
+def asks_nothing_of_the_first(cursors: Cursors) -> Iterator[tuple[str, int]]:
+    for _epoch in range(3):
+        for name in ("left", ""):
+            yield from ((name, batch) for batch in cursors.batches([1, 2, 3], 1, name, NOTHING))
+
+
 def evaluates_a_little(cursors: Cursors) -> Iterator[tuple[str, int]]:
     """By a loader that `run.batches` is not for, and with a commit behind it."""
-    for _epoch in range(cursors.position.epoch, 3):
+    for _epoch in range(cursors.epoch, 3):
         yield from (("", batch) for batch in cursors.batches([1, 2, 3], 1, ""))
         next(cursors.batches([7, 8], 1, "each"), None)
         yield BETWEEN
@@ -869,13 +927,21 @@ def evaluates_a_little(cursors: Cursors) -> Iterator[tuple[str, int]]:
 def evaluates(cursors: Cursors) -> Iterator[tuple[str, int]]:
     """At first, and behind each epoch, by a loader of which no batch is ever committed."""
     assert len(list(cursors.batches([7, 8], 1, "first"))) == 2
-    for _epoch in range(cursors.position.epoch, 3):
+    for _epoch in range(cursors.epoch, 3):
         yield from (("", batch) for batch in cursors.batches([1, 2, 3], 1, ""))
         assert len(list(cursors.batches([7, 8], 1, "each"))) == 2
         yield BETWEEN
 
 
 SCRIPTS = [
+    another_behind,
+    by_a_function,
+    one_at_last,
+    one_at_last_of_one,
+    every_second,
+    all_have_names,
+    asks_nothing,
+    asks_nothing_of_the_first,
     evaluates,
     evaluates_a_little,
     warm_up,
