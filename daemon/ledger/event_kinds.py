@@ -281,6 +281,16 @@ GROUPS: Mapping[str, Mapping[str, Meaning]] = {
             "Something beside the State changes from step to step, and would be lost with the process",
             "Put it into the State; `ckptless-run --rehearse` names more",
         ),
+        "put-back": Meaning(
+            "After a fault the script has changed the State between `run.keep` and its loop, as when it "
+            "began, and that is taken back",
+            "Change it in the function given to `run.keep`, in `run.on_recovery`, or where `run.step` is 0",
+        ),
+        "written-early": Meaning(
+            "The script writes to tensors between `run.keep` and its first step; after a fault that ends the "
+            "job",
+            "Write to them in the function given to `run.keep`, or only where `run.step` is 0",
+        ),
         "late-break": Meaning(
             "A loop of the script may end behind its `run.commit`: after a fault between the two one more "
             "step is trained",

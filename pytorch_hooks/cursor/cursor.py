@@ -105,7 +105,7 @@ class Cursors:
 
     `calls()`: how many collectives this process has begun. `shared()`: by id what loaders have together with
     the State. `tell`: takes a sentence for who runs the job. `over`: takes the name of a loader that was
-    asked for again, and whose loop is over.
+    asked for again, and whose loop is over. `goes_on`: is called before the loop that the fault was in does.
     """
 
     def __init__(
@@ -114,9 +114,10 @@ class Cursors:
         shared: Callable[[], Container[int]] = tuple,
         tell: Callable[[str], None] = lambda _text: None,
         over: Callable[[str], None] = lambda _name: None,
+        goes_on: Callable[[], None] = lambda: None,
     ) -> None:
         self._new = partial(Cursor, calls, shared, tell)
-        self._over = over
+        self._over, self._goes_on = over, goes_on
         self._named: dict[str, Cursor] = {"": self._new()}
         # Since the training function was entered: whether each loader was asked for several epochs at once or
         # for one after the other, and for how many.
@@ -172,7 +173,8 @@ class Cursors:
             # What it asks for is the epoch of the loader without a name.
             knows = knows._replace(epoch=knows.epoch and "" in self._trained)
         is_counted = not any(knows) and len(self._middle) == 1
-        if name in self._middle and not (is_counted and asked + epochs <= cursor.position.epoch):
+        goes_on = name in self._middle and not (is_counted and asked + epochs <= cursor.position.epoch)
+        if goes_on:
             self._middle = frozenset()
         if several and self._counts.setdefault((name, asked), epochs) != epochs:
             raise CarriedError(
@@ -180,8 +182,14 @@ class Cursors:
                 f"{epochs} after it. They are counted from the begin of the job: give the same number again"
             )
         if several:
-            return self._given(name, cursor.batches(loader, epochs, asked))
-        return self._unless_over(name, cursor.batches(loader), asked, knows)
+            found = self._given(name, cursor.batches(loader, epochs, asked))
+        else:
+            found = self._unless_over(name, cursor.batches(loader), asked, knows)
+        return self._after_goes_on(found) if goes_on else found
+
+    def _after_goes_on(self, batches: Iterator[Any]) -> Iterator[Any]:
+        self._goes_on()
+        yield from batches
 
     def _note_place(self, name: str, asked: int) -> None:
         if not name:

@@ -27,9 +27,11 @@ class Loaders:
         session: Session,
         calls: Callable[[], int] = lambda: 0,
         shared: Callable[[], Container[int]] = tuple,
+        goes_on: Callable[[], None] = lambda: None,
     ) -> None:
         self._session = session
-        self._new = partial(Cursors, calls, shared, partial(self._tell, "outside-state"), self._tell_over)
+        tell = partial(self._tell, "outside-state")
+        self._new = partial(Cursors, calls, shared, tell, self._tell_over, goes_on)
         self._cursors = self._new()
         self._rank = self._generation = self._stopped = 0
         # The most ranks that an elastic job may have; 0 of another job.

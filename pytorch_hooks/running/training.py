@@ -42,6 +42,7 @@ from ckptless.pytorch_hooks.elastic.sums import Share
 from ckptless.pytorch_hooks.process_groups.groups import ProcessGroups
 from ckptless.pytorch_hooks.process_groups.models import Buckets, Sharded
 from ckptless.pytorch_hooks.running import rehearsing, twin_comparison
+from ckptless.pytorch_hooks.running.entry import Entry
 from ckptless.pytorch_hooks.running.loaders import Loaders
 from ckptless.pytorch_hooks.running.rehearsing import Rehearsing, Seen
 from ckptless.pytorch_hooks.running.standalone import checked_state, exact_steps
@@ -142,7 +143,9 @@ class Run:
         # Of `ckptless-run --rehearse`; and what the newest record has.
         self._rehearsing = rehearsing.begun()
         self._rehearsed: dict[str, bytes] = {}
-        self.loaders = Loaders(session, lambda: groups.calls, self._shared)
+        self.loaders = Loaders(session, lambda: groups.calls, self._shared, self._enter_loop)
+        # Until the first step in a generation.
+        self._entry: Entry | None = None
         # What `ckptless.run` was told of it, and the steps of the present generation.
         self.exactly: Exact | None = None
         self._exact: ExactSteps | None = None
@@ -170,6 +173,8 @@ class Run:
         self, _optimizer: object, args: tuple[Any, ...], kwargs: dict[str, Any]
     ) -> gradients.StepArguments | None:
         self._page.enter(OPTIMIZER)
+        if self._entry is not None:
+            self._end_entry()
         # No update with gradients of a generation that is over.
         self._groups.check()
         began = time.monotonic()
@@ -498,7 +503,40 @@ class Run:
         else:
             self._recover(part)
             self._has_state = True
+        # Where no step was done, the script is to do again what it does before the first one.
+        self._entry = Entry(self._kept.state, self._kept.tensors, goes_on=bool(part.restore_step))
         return self._kept.state
+
+    def _enter_loop(self) -> None:
+        """The loop that the fault was in goes on: what the script has done before it is not to be seen."""
+        entry, self._entry = self._entry, None
+        if entry is None or self.counts_epochs:
+            return
+        changed = entry.put_back()
+        if changed:
+            self._tell_first(
+                "put-back",
+                f"{' and '.join(changed)}: changed between run.keep and the loop that goes on, as when the "
+                "job began. The values of the last step are put back: change them in the function given to "
+                "run.keep, in run.on_recovery, or where run.step is 0",
+            )
+
+    def _end_entry(self) -> None:
+        """A step begins: look whether the script has written to tensors before it."""
+        entry, self._entry = self._entry, None
+        if entry is None or self.counts_epochs:
+            return
+        if entry.goes_on:
+            entry.refuse_written()
+            return
+        name = entry.written()
+        if name is not None and self.generation == 1 and not self._own_loops.knows_step:
+            self._tell_first(
+                "written-early",
+                f"the script writes to {name} between run.keep and its first step. Where it does so again "
+                "after a fault, that ends the job: write to it in the function given to run.keep, or only "
+                "where run.step is 0",
+            )
 
     def compare(self, where: str = "") -> None:
         """Compare parameters, buffers and optimizer state with those of the rank's twins, bit by bit.
@@ -682,6 +720,8 @@ class Run:
         return max(*self._assigned.sizes, self.world_size, 1)
 
     def _guarded(self, found: Iterator[Any]) -> Iterator[Any]:
+        if self._entry is not None and not self._entry.goes_on:
+            self._end_entry()
         while True:
             self._page.enter(DATA)
             began = time.monotonic()

@@ -1,0 +1,67 @@
+"""What a script does between `keep` and its loop: it did so at its begin, and does so again after a fault."""
+
+from __future__ import annotations
+
+import torch
+
+from ckptless.pytorch_hooks.errors import CarriedError
+from ckptless.pytorch_hooks.state import State, TensorSet, draft, private, restore, rng
+from ckptless.pytorch_hooks.state.objects import every_tensor
+from ckptless.pytorch_hooks.state.walk import shown
+
+
+class Entry:
+    """The State as `keep` gave it; and in a generation that goes on, all of it that is not in tensors.
+
+    The step after the restored one is to find the State, and random numbers, as that step has left them.
+    Main thread only.
+    """
+
+    def __init__(self, state: State, tensors: TensorSet, *, goes_on: bool) -> None:
+        self._state, self._tensors = state, tensors
+        self._versions = self._now()
+        self._random = rng.capture() if goes_on else None
+        made = draft(state, 0, tensors=tensors) if goes_on else None
+        self._parts = {} if made is None else made.parts()
+        self._record = None if made is None else made.finish()
+
+    @property
+    def goes_on(self) -> bool:
+        """Whether steps came before."""
+        return self._record is not None
+
+    def written(self) -> str | None:
+        """Return the name of a tensor that was written to since."""
+        now = self._now()
+        found = (name for name, version in self._versions.items() if now.get(name) != version)
+        return next(map(shown, found), None)
+
+    def refuse_written(self) -> None:
+        """Raise CarriedError where a tensor was: what it was before nobody has here."""
+        name = self.written()
+        if name is not None:
+            raise CarriedError(
+                f"after a fault the script has written to {name} between run.keep and its next step, as it "
+                "did when it began: write to it in the function that is given to run.keep, or only where "
+                "run.step is 0"
+            )
+
+    def put_back(self) -> list[str]:
+        """Take back what was changed since, and what was drawn; return the names of what was changed."""
+        self.refuse_written()
+        if self._record is None or self._random is None:
+            return []
+        now = draft(self._state, 0, tensors=self._tensors).parts()
+        changed = sorted(name for name, packed in self._parts.items() if now.get(name) != packed)
+        if changed:
+            restore(self._record, self._state)
+        rng.restore(self._random)
+        return changed
+
+    def _now(self) -> dict[str, tuple[int, int, int]]:
+        return {one.name: _version(one.tensor) for one in every_tensor(self._state)}
+
+
+def _version(tensor: torch.Tensor) -> tuple[int, int, int]:
+    """Return what each write in place makes another one, and another tensor is."""
+    return id(tensor), tensor._version, private.local(tensor)._version
