@@ -132,9 +132,10 @@ class Cursors:
         self._behind: set[str] = set()
         # Where the one without a name was asked for last.
         self._unnamed: Place = ()
-        # What was restored is in the middle of these, until one is asked for; and all that have trained,
-        # until they go on.
-        self._middle: frozenset[str] = frozenset()
+        # What was restored is in the middle of these; until one of them is asked for; and all that have
+        # trained, until they go on.
+        self._cut_off: frozenset[str] = frozenset()
+        self._middle = self._cut_off
         self._restored: set[str] = set()
         # Whether what was restored is in a loop behind the one without a name, of whose epoch it still is.
         self._is_behind = False
@@ -173,7 +174,7 @@ class Cursors:
             # What it asks for is the epoch of the loader without a name.
             knows = knows._replace(epoch=knows.epoch and "" in self._trained)
         is_counted = not any(knows) and len(self._middle) == 1
-        goes_on = name in self._middle and not (is_counted and asked + epochs <= cursor.position.epoch)
+        goes_on = name in self._cut_off and not (is_counted and asked + epochs <= cursor.position.epoch)
         if goes_on:
             self._middle = frozenset()
         if several and self._counts.setdefault((name, asked), epochs) != epochs:
@@ -279,7 +280,8 @@ class Cursors:
         self._left = {name for name, position in at.items() if position.left}
         self._behind = {name for name, position in at.items() if position.behind}
         self._gave.clear()
-        self._restored, self._middle = {*self._trained}, frozenset(self._current)
+        self._restored, self._cut_off = {*self._trained}, frozenset(self._current)
+        self._middle = self._cut_off
         unnamed = at.get("", LoaderPosition())
         is_after = unnamed.trained and unnamed.index == 0 < unnamed.epoch
         self._is_behind = is_after and bool(self._middle) and self._middle <= self._behind

@@ -367,7 +367,7 @@ class Run:
 
     def _take(self, part: m.Assigned) -> None:
         """Have this part from here on."""
-        self._part = part
+        self._part, self._entry = part, None
         log.always(rank=part.rank, generation=part.generation, faults=part.faults)
         if part.faults:
             going_on = (

@@ -977,6 +977,25 @@ def test_wherever_a_fault_comes_loops_that_are_over_are_not_done_again(script: S
         assert [one for one in found if one != BETWEEN] == [one for one in want if one != BETWEEN], places
 
 
+@pytest.mark.parametrize("script", [another_behind, side_by_side, asks_nothing, all_have_names, warm_up])
+def test_who_waits_for_the_loop_that_goes_on_is_told_before_its_first_batch(script: Script) -> None:
+    want = list(script(Cursors()))
+    for at in range(1, len(want)):
+        cursors, told = Cursors(), list[str]()
+        for number, _one in enumerate(script(cursors), 1):
+            saved = codec.unpack(codec.pack(cursors.committed()))
+            if number == at:
+                break
+        cursors = Cursors(goes_on=lambda told=told: told.append("goes on"))  # type: ignore[misc]
+        cursors.restore(saved)
+        cursors.enter()
+        batches = script(cursors)
+        assert told == []
+        next(batches)
+        # Maybe by each of those side by side.
+        assert told
+
+
 @pytest.mark.parametrize("calls", [(1, 2), (2, 1), (1, 1, 3)])
 def test_single_epochs_and_several_of_one_loader_are_refused(calls: tuple[int, ...]) -> None:
     cursors = Cursors()
