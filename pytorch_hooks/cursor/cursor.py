@@ -3,7 +3,8 @@
 The order of batches is the loader's own. A loader with state_dict/load_state_dict (torchdata's stateful
 protocol) is asked for its position; any other iterable is begun again with the random state it was begun
 with, and the batches already seen are passed over. A process that lives keeps its iterator, and repeats from
-memory what it had taken but not committed.
+memory what it had taken but not committed. Where the script has changed one of these in place, the loader gives
+it once more, as in a new process.
 
 A loader may talk to the other ranks' as it begins (Accelerate's makes its generator rank 0's), or for each
 batch. Where that was noticed, every process begins the epoch again, and all of them talk as they did.
@@ -11,9 +12,10 @@ batch. Where that was noticed, every process begins the epoch again, and all of 
 
 import inspect
 from collections import deque
-from collections.abc import Callable, Container, Iterable, Iterator
+from collections.abc import Callable, Container, Iterable, Iterator, Mapping
 from dataclasses import dataclass
 from functools import partial
+from itertools import islice
 from typing import Any, NamedTuple
 
 import msgspec
@@ -38,6 +40,8 @@ from ckptless.pytorch_hooks.state.second_look import is_due
 # Elements of a tensor that its digest is of; a batch is looked into so deep.
 SAMPLE = 4096
 DEPTH = 8
+# So many items of a dict or list, and objects with attributes so deep, are looked at for changes in place.
+ITEMS, OBJECTS = 256, 3
 # How many commits back a recovery may go: one more than can be under way.
 REMEMBERED_COMMITS = 3
 # Of the next batch: it draws what it draws; what the begin draws, too; or nothing, if that was all of it.
@@ -84,6 +88,12 @@ class _Taken:
     batch: Any
     # None where to fetch it moved no generator.
     random: dict[str, Any] | None
+    # What it was like then: a script may have changed it in place.
+    mark: tuple[object, ...]
+
+    @property
+    def is_changed(self) -> bool:
+        return _mark(self.batch) != self.mark
 
 
 class Knows(NamedTuple):
@@ -322,6 +332,8 @@ class Cursor:
         self._epoch_end: LoaderPosition | None = None
         self._last = (0, 0)
         self._taken: deque[_Taken] = deque()
+        # A batch that is fetched once more, since the script has changed it, and the digest that it had.
+        self._again_as = _NOT_AGAIN
         self._commits: deque[LoaderPosition] = deque(maxlen=REMEMBERED_COMMITS)
 
     def objects(self) -> dict[int, Any]:
@@ -426,9 +438,20 @@ class Cursor:
         self.position = self._fetched
         self._draws_nothing = self._drawless
         self._look_at_fetch()
-        self._taken.append(_Taken(self.position, self._last, batch, random))
+        self._check_again()
+        self._taken.append(_Taken(self.position, self._last, batch, random, _mark(batch)))
         self._last = _order(self.position)
         return batch
+
+    def _check_again(self) -> None:
+        """Raise CarriedError where a batch that the script has changed in place comes back changed."""
+        at, as_before = self._again_as
+        self._again_as = _NOT_AGAIN
+        if at == _order(self.position) and self.position.seen != as_before:
+            raise CarriedError(
+                "the script changes batches in place, and the loader gives them changed, so that after a "
+                "fault they would be changed twice: change a copy (x = x * 2, batch = dict(batch))"
+            )
 
     def _undo_begin(self, before: dict[str, Any]) -> None:
         """Take back what an iterator that was begun again has drawn with its first batch. Raises UsageError.
@@ -467,6 +490,10 @@ class Cursor:
             return
         for taken in [t for t in self._taken if _order(t.position) > _order(self.position)]:
             if _order(taken.position) != (self.position.epoch, self.position.index + 1):
+                return
+            if taken.is_changed:
+                # The loader gives it once more, as it does in a new process.
+                self._iterator, self._again_as = None, (_order(taken.position), taken.position.seen)
                 return
             if taken.random is not None:
                 rng.restore(taken.random)
@@ -616,6 +643,7 @@ class Cursor:
         rng.restore(now)
 
 
+_NOT_AGAIN = ((-1, 0), 0)
 _END = object()
 # In the place of an epoch that the script sets.
 _SET = object()
@@ -626,6 +654,34 @@ def _digest(batch: Any) -> int:
     hasher = xxhash.xxh3_64()
     _add(hasher, batch, 0)
     return hasher.intdigest()
+
+
+def _mark(batch: Any) -> tuple[object, ...]:
+    """Return what tells whether a batch was changed in place: of its tensors no values are read."""
+    found: list[object] = []
+    _note(found, batch, 0)
+    return tuple(found)
+
+
+def _note(found: list[object], value: Any, depth: int) -> None:
+    if isinstance(value, torch.Tensor):
+        found += (id(value), 0 if value.is_inference() else value._version)
+    elif isinstance(value, Mapping):
+        found.append(len(value))
+        for key, item in islice(value.items(), ITEMS):
+            found.append(key)
+            _note(found, item, depth + 1)
+    elif isinstance(value, (list, tuple)):
+        found.append(len(value))
+        if depth < DEPTH:
+            for item in islice(value, ITEMS):
+                _note(found, item, depth + 1)
+    elif isinstance(value, (bool, int, float, str, bytes)):
+        found.append(value)
+    else:
+        found.append(id(value))
+        if depth < OBJECTS and hasattr(value, "__dict__"):
+            _note(found, vars(value), depth + 1)
 
 
 def _add(hasher: xxhash.xxh3_64, value: Any, depth: int) -> None:

@@ -977,6 +977,69 @@ def test_wherever_a_fault_comes_loops_that_are_over_are_not_done_again(script: S
         assert [one for one in found if one != BETWEEN] == [one for one in want if one != BETWEEN], places
 
 
+class Rows(Dataset[Any]):
+    """Rows with a label each, or the very tensors that it has, which are the class's: no record has them."""
+
+    def __init__(self, *, bare: bool = False) -> None:
+        self.bare = bare
+        Rows.rows = [torch.tensor([n, n + 1.0]) for n in range(20)]
+
+    rows: list[torch.Tensor]
+
+    def __len__(self) -> int:
+        return 20
+
+    def __getitem__(self, index: int) -> Any:
+        return self.rows[index] if self.bare else {"x": self.rows[index], "y": index}
+
+
+def changed(batch: Any) -> list[float]:
+    """Return what is trained on, as scripts make it of a batch."""
+    if isinstance(batch, dict):
+        x, y = batch.pop("x").mul_(2), batch["y"].add_(1)
+        return [*x.flatten().tolist(), *y.tolist()]
+    return batch.mul_(2).flatten().tolist()  # type: ignore[no-any-return]
+
+
+@pytest.mark.parametrize("workers", [0, 1])
+@pytest.mark.parametrize("shuffle", [False, True])
+def test_a_batch_that_the_script_has_changed_is_given_as_it_was(workers: int, *, shuffle: bool) -> None:
+    def run(cuts: set[int]) -> list[list[float]]:
+        torch.manual_seed(1)
+        cursor, loader = Cursor(), DataLoader(Rows(), batch_size=2, shuffle=shuffle, num_workers=workers)
+        done: list[list[float]] = []
+        saved: list[tuple[dict[str, Any], dict[str, Any]]] = []
+        while len(done) < 10:
+            for batch in cursor.batches(loader):
+                found = changed(batch)
+                if len(done) in cuts:
+                    # This batch is not committed, nor the one before it.
+                    cuts.remove(len(done))
+                    done.pop()
+                    break
+                done.append(found)
+                saved.append((cursor.committed(), rng.capture()))
+            else:
+                break
+            position, drawn = saved[-2]
+            cursor.restore(position)
+            rng.restore(drawn)
+        return done
+
+    assert run({3, 7}) == run(set())
+
+
+def test_a_batch_that_stays_changed_in_the_data_is_refused() -> None:
+    cursor, loader = Cursor(), DataLoader(Rows(bare=True), batch_size=None)
+    batches = cursor.batches(loader)
+    next(batches)
+    saved = cursor.committed()
+    changed(next(batches))
+    cursor.restore(saved)
+    with pytest.raises(CarriedError, match="changes batches in place, and the loader gives them changed"):
+        next(cursor.batches(loader))
+
+
 @pytest.mark.parametrize("script", [another_behind, side_by_side, asks_nothing, all_have_names, warm_up])
 def test_who_waits_for_the_loop_that_goes_on_is_told_before_its_first_batch(script: Script) -> None:
     want = list(script(Cursors()))
