@@ -3,8 +3,8 @@
 The order of batches is the loader's own. A loader with state_dict/load_state_dict (torchdata's stateful
 protocol) is asked for its position; any other iterable is begun again with the random state it was begun
 with, and the batches already seen are passed over. A process that lives keeps its iterator, and repeats from
-memory what it had taken but not committed. Where the script has changed one of these in place, the loader gives
-it once more, as in a new process.
+memory what it had taken but not committed. Where the script has changed one of these in place, the loader
+gives it once more, as in a new process.
 
 A loader may talk to the other ranks' as it begins (Accelerate's makes its generator rank 0's), or for each
 batch. Where that was noticed, every process begins the epoch again, and all of them talk as they did.
