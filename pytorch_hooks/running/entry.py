@@ -5,8 +5,8 @@ from __future__ import annotations
 import torch
 
 from ckptless.pytorch_hooks.errors import CarriedError
-from ckptless.pytorch_hooks.state import State, TensorSet, draft, private, restore, rng
-from ckptless.pytorch_hooks.state.objects import every_tensor
+from ckptless.pytorch_hooks.state import Draft, State, TensorSet, draft, private, restore, rng
+from ckptless.pytorch_hooks.state.objects import every_tensor, parts_of
 from ckptless.pytorch_hooks.state.walk import shown
 
 
@@ -22,7 +22,7 @@ class Entry:
         self._versions = self._now()
         self._random = rng.capture() if goes_on else None
         made = draft(state, 0, tensors=tensors) if goes_on else None
-        self._parts = {} if made is None else made.parts()
+        self._parts = {} if made is None else self._known(made)
         self._record = None if made is None else made.finish()
 
     @property
@@ -51,12 +51,20 @@ class Entry:
         self.refuse_written()
         if self._record is None or self._random is None:
             return []
-        now = draft(self._state, 0, tensors=self._tensors).parts()
+        now = self._known(draft(self._state, 0, tensors=self._tensors))
         changed = sorted(name for name, packed in self._parts.items() if now.get(name) != packed)
         if changed:
             restore(self._record, self._state)
         rng.restore(self._random)
         return changed
+
+    def _known(self, made: Draft) -> dict[str, bytes]:
+        """Return all of it but what torch's own objects keep beside their state_dict: hooks, say."""
+        parts = parts_of(self._state)
+        of_torch = {
+            f"attributes of state.{name}" for name in (*parts.optimizers, *parts.stateful, *parts.modules)
+        }
+        return {name: packed for name, packed in made.parts().items() if name not in of_torch}
 
     def _now(self) -> dict[str, tuple[int, int, int]]:
         return {one.name: _version(one.tensor) for one in every_tensor(self._state)}

@@ -169,8 +169,8 @@ class Outside:
     """The surroundings of a training function, beside its State.
 
     They are its script's globals, its closure, its object; what functions in the State, and the classes of
-    its objects, keep for themselves; and of its own variables what torch trains with, a scheduler, say, and
-    objects of the script's classes. Of a script that is no function (`train` is None) all globals are such
+    its objects, keep for themselves; and of its own variables what torch trains with, a scheduler, say, random
+    generators, and objects of the script's classes. Of a script that is no function (`train` is None) all globals are such
     variables.
 
     Nobody can say whether the next step depends on it: what changes is told of, each once, and few in all.
@@ -257,7 +257,9 @@ def _variables(train: Callable[..., Any] | None, known: Mapping[int, Any]) -> It
 
 
 def _may_train(value: Any) -> bool:
-    return isinstance(value, _TRAINS) or is_looked_into(value)
+    draws = isinstance(value, (torch.Generator, random.Random))
+    draws |= type(value).__module__.startswith("numpy.random")
+    return draws or isinstance(value, _TRAINS) or is_looked_into(value)
 
 
 def _globals(train: Callable[..., Any]) -> Iterator[tuple[str, Any]]:

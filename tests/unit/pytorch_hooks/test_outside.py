@@ -4,12 +4,14 @@ from __future__ import annotations
 
 import functools
 import gc
+import random
 import sys
 import weakref
 from collections.abc import Callable
 from types import ModuleType
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 from torch.optim.swa_utils import AveragedModel
@@ -77,6 +79,29 @@ def test_what_trains_beside_the_state_is_told_once(how: str) -> None:
         forgets(run, how)
         (text,) = run.told
         assert text.startswith("the local one"), text
+
+
+def draws(run: Watched, how: str) -> None:
+    """Draw from a generator that is the function's own."""
+    torchs, pythons, numpys = torch.Generator(), random.Random(1), np.random.default_rng(1)
+    for _ in range(STEPS):
+        drawn = {
+            "torchs": lambda: torch.rand(1, generator=torchs).item(),
+            "pythons": pythons.random,
+            "numpys": numpys.random,
+        }[how]()
+        (run.model(torch.ones(1, 2)).sum() * drawn).backward()
+        run.optimizer.step()
+        run.optimizer.zero_grad()
+        run.commit()
+
+
+@pytest.mark.parametrize("how", ["torchs", "pythons", "numpys"])
+def test_a_generator_of_its_own_is_told_of(how: str) -> None:
+    run = Watched(functools.partial(draws, how=how))
+    draws(run, how)
+    (text,) = run.told
+    assert text.startswith(f"the local {how} changes in training"), text
 
 
 class Trainer:
