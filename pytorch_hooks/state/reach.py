@@ -169,9 +169,9 @@ class Outside:
     """The surroundings of a training function, beside its State.
 
     They are its script's globals, its closure, its object; what functions in the State, and the classes of
-    its objects, keep for themselves; and of its own variables what torch trains with, a scheduler, say, random
-    generators, and objects of the script's classes. Of a script that is no function (`train` is None) all globals are such
-    variables.
+    its objects, keep for themselves; and of its own variables what torch trains with, a scheduler, say,
+    random generators, and objects of the script's classes. Of a script that is no function (`train` is None)
+    all globals are such variables.
 
     Nobody can say whether the next step depends on it: what changes is told of, each once, and few in all.
     `train` is the function itself, of one that was wrapped or given arguments. Main thread only.

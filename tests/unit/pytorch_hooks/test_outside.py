@@ -84,12 +84,13 @@ def test_what_trains_beside_the_state_is_told_once(how: str) -> None:
 def draws(run: Watched, how: str) -> None:
     """Draw from a generator that is the function's own."""
     torchs, pythons, numpys = torch.Generator(), random.Random(1), np.random.default_rng(1)
+    makes: dict[str, Callable[[], float]] = {
+        "torchs": lambda: torch.rand(1, generator=torchs).item(),
+        "pythons": lambda: pythons.random(),
+        "numpys": lambda: numpys.random(),
+    }
     for _ in range(STEPS):
-        drawn = {
-            "torchs": lambda: torch.rand(1, generator=torchs).item(),
-            "pythons": pythons.random,
-            "numpys": numpys.random,
-        }[how]()
+        drawn = makes[how]()
         (run.model(torch.ones(1, 2)).sum() * drawn).backward()
         run.optimizer.step()
         run.optimizer.zero_grad()
