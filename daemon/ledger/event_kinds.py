@@ -287,8 +287,8 @@ GROUPS: Mapping[str, Mapping[str, Meaning]] = {
             "Change it in the function given to `run.keep`, in `run.on_recovery`, or where `run.step` is 0",
         ),
         "written-early": Meaning(
-            "The script writes to tensors between `run.keep` and its first step; after a fault that ends the "
-            "job",
+            "The script writes to parameters between `run.keep` and its first step: after a fault they would "
+            "be written to again, and where `run.batches` goes on that ends the job",
             "Write to them in the function given to `run.keep`, or only where `run.step` is 0",
         ),
         "late-break": Meaning(

@@ -31,24 +31,23 @@ class Entry:
         return self._record is not None
 
     def written(self) -> str | None:
-        """Return the name of a tensor that was written to since."""
+        """Return the name of a parameter, or an optimizer's tensor, that was written to since."""
         now = self._now()
         found = (name for name, version in self._versions.items() if now.get(name) != version)
         return next(map(shown, found), None)
 
-    def refuse_written(self) -> None:
-        """Raise CarriedError where a tensor was: what it was before nobody has here."""
+    def put_back(self) -> list[str]:
+        """Take back what was changed since, and what was drawn; return the names of what was changed.
+
+        Raises CarriedError where it was written to a parameter: what that was before nobody has here.
+        """
         name = self.written()
         if name is not None:
             raise CarriedError(
-                f"after a fault the script has written to {name} between run.keep and its next step, as it "
-                "did when it began: write to it in the function that is given to run.keep, or only where "
+                f"after a fault the script has written to {name} between run.keep and its loop, as it did "
+                "when it began: write to it in the function that is given to run.keep, or only where "
                 "run.step is 0"
             )
-
-    def put_back(self) -> list[str]:
-        """Take back what was changed since, and what was drawn; return the names of what was changed."""
-        self.refuse_written()
         if self._record is None or self._random is None:
             return []
         now = self._known(draft(self._state, 0, tensors=self._tensors))
@@ -67,7 +66,9 @@ class Entry:
         return {name: packed for name, packed in made.parts().items() if name not in of_torch}
 
     def _now(self) -> dict[str, tuple[int, int, int]]:
-        return {one.name: _version(one.tensor) for one in every_tensor(self._state)}
+        # Not of buffers: a forward pass may write to them, and most are in the record.
+        tensors = every_tensor(self._state)
+        return {one.name: _version(one.tensor) for one in tensors if not one.name.startswith("b:")}
 
 
 def _version(tensor: torch.Tensor) -> tuple[int, int, int]:

@@ -522,20 +522,21 @@ class Run:
             )
 
     def _end_entry(self) -> None:
-        """A step begins: look whether the script has written to tensors before it."""
+        """A step begins, or an update: tell whether the script has written to parameters before it.
+
+        An update that nobody has asked run.batches for a batch of may be one that does so itself.
+        """
         entry, self._entry = self._entry, None
         if entry is None or self.counts_epochs:
             return
-        if entry.goes_on:
-            entry.refuse_written()
-            return
         name = entry.written()
-        if name is not None and self.generation == 1 and not self._own_loops.knows_step:
+        first = self.generation == 1 and not self._own_loops.knows_step
+        if name is not None and (first or entry.goes_on):
             self._tell_first(
                 "written-early",
-                f"the script writes to {name} between run.keep and its first step. Where it does so again "
-                "after a fault, that ends the job: write to it in the function given to run.keep, or only "
-                "where run.step is 0",
+                f"the script writes to {name} between run.keep and its first step: after a fault it does so "
+                "again, to what was trained. Write to it in the function given to run.keep, or only where "
+                "run.step is 0",
             )
 
     def compare(self, where: str = "") -> None:

@@ -84,4 +84,4 @@ def test_tensors_that_are_written_to_again_end_the_job(tmp_path: Path) -> None:
     found, kinds, said = trained(tmp_path / "kills", "writes", kills=True, code=1)
     assert found == {}
     assert "written-early" in kinds
-    assert "has written to state.model.module.weight between run.keep and its next step" in said
+    assert "has written to state.model.module.weight between run.keep and its loop" in said

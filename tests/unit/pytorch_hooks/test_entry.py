@@ -83,12 +83,22 @@ def test_a_tensor_that_was_written_to_is_refused(name: str, *, goes_on: bool) ->
     one = state()
     entry = Entry(one, TensorSet(one), goes_on=goes_on)
     assert entry.written() is None
-    entry.refuse_written()
     with torch.no_grad():
         WRITES[name](one)
     assert entry.written() is not None
-    with pytest.raises(CarriedError, match=r"has written to state\.model\..* between run\.keep and its next"):
+    with pytest.raises(CarriedError, match=r"has written to state\.model\..* between run\.keep and its loop"):
         entry.put_back()
+
+
+def test_statistics_of_a_forward_pass_are_put_back() -> None:
+    one = state()
+    mean = one.model[1].running_mean.clone()
+    entry = Entry(one, TensorSet(one), goes_on=True)
+    one.model(torch.randn(4, 2))
+    assert not torch.equal(one.model[1].running_mean, mean)
+    assert entry.written() is None
+    assert entry.put_back() == ["buffers"]
+    assert torch.equal(one.model[1].running_mean, mean)
 
 
 def test_an_optimizers_state_that_is_another_one_is_found() -> None:
