@@ -40,8 +40,9 @@ from ckptless.pytorch_hooks.state.second_look import is_due
 # Elements of a tensor that its digest is of; a batch is looked into so deep.
 SAMPLE = 4096
 DEPTH = 8
-# So many items of a dict or list, and objects with attributes so deep, are looked at for changes in place.
-ITEMS, OBJECTS = 256, 3
+# Of a batch so many things in all, so many items of a dict or list, and objects with attributes so deep, are
+# looked at for changes in place.
+THINGS, ITEMS, OBJECTS = 1000, 256, 3
 # How many commits back a recovery may go: one more than can be under way.
 REMEMBERED_COMMITS = 3
 # Of the next batch: it draws what it draws; what the begin draws, too; or nothing, if that was all of it.
@@ -664,6 +665,8 @@ def _mark(batch: Any) -> tuple[object, ...]:
 
 
 def _note(found: list[object], value: Any, depth: int) -> None:
+    if len(found) > THINGS:
+        return
     if isinstance(value, torch.Tensor):
         found += (id(value), 0 if value.is_inference() else value._version)
     elif isinstance(value, Mapping):
