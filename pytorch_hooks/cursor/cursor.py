@@ -187,7 +187,7 @@ class Cursors:
         is_counted = not any(knows) and len(self._middle) == 1
         goes_on = name in self._cut_off and not (is_counted and asked + epochs <= cursor.position.epoch)
         if goes_on:
-            self._middle = frozenset()
+            self._middle, self._is_behind = frozenset(), False
         if several and self._counts.setdefault((name, asked), epochs) != epochs:
             raise CarriedError(
                 f"run.batches was asked for {self._counts[name, asked]} epochs before a fault, and for "

@@ -910,6 +910,16 @@ def asks_nothing(cursors: Cursors) -> Iterator[tuple[str, int]]:
             yield from ((name, batch) for batch in cursors.batches([1, 2, 3], 1, name, NOTHING))
 
 
+def asks_in_its_loops(cursors: Cursors) -> Iterator[tuple[str, int]]:
+    """Which epoch it is in, but not where the epochs begin."""
+    knows = NOTHING
+    for _epoch in range(3):
+        for name in ("", "right"):
+            for batch in cursors.batches([1, 2, 3], 1, name, knows):
+                knows = EPOCH
+                yield name, batch
+
+
 def asks_nothing_of_the_first(cursors: Cursors) -> Iterator[tuple[str, int]]:
     for _epoch in range(3):
         for name in ("left", ""):
@@ -942,6 +952,7 @@ SCRIPTS = [
     all_have_names,
     asks_nothing,
     asks_nothing_of_the_first,
+    asks_in_its_loops,
     evaluates,
     evaluates_a_little,
     warm_up,
