@@ -3,8 +3,8 @@
 The order of batches is the loader's own. A loader with state_dict/load_state_dict (torchdata's stateful
 protocol) is asked for its position; any other iterable is begun again with the random state it was begun
 with, and the batches already seen are passed over. A process that lives keeps its iterator, and repeats from
-memory what it had taken but not committed. Where the script has changed one of these in place, the loader
-gives it once more, as in a new process.
+memory what it had taken but not committed. Where the script has changed tensors of these in place, the loader
+gives them once more, as in a new process.
 
 A loader may talk to the other ranks' as it begins (Accelerate's makes its generator rank 0's), or for each
 batch. Where that was noticed, every process begins the epoch again, and all of them talk as they did.
@@ -79,7 +79,7 @@ class LoaderPosition(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
 
 @dataclass(frozen=True)
 class _Taken:
-    """A batch that was given out, and what the world was like right after it was fetched.
+    """A batch that was given out, with containers of its own, and the world right after it was fetched.
 
     `after` is the batch that was given out before it, as (epoch, index), maybe of the epoch before.
     """
@@ -89,7 +89,7 @@ class _Taken:
     batch: Any
     # None where to fetch it moved no generator.
     random: dict[str, Any] | None
-    # What it was like then: a script may have changed it in place.
+    # What it was like then: a script may have changed its tensors in place.
     mark: tuple[object, ...]
 
     @property
@@ -440,7 +440,8 @@ class Cursor:
         self._draws_nothing = self._drawless
         self._look_at_fetch()
         self._check_again()
-        self._taken.append(_Taken(self.position, self._last, batch, random, _mark(batch)))
+        kept = _copied(batch)
+        self._taken.append(_Taken(self.position, self._last, kept, random, _mark(kept)))
         self._last = _order(self.position)
         return batch
 
@@ -500,7 +501,7 @@ class Cursor:
                 rng.restore(taken.random)
             self.position = taken.position
             self._last = _order(self.position)
-            yield taken.batch
+            yield _copied(taken.batch)
 
     def _after_batch(
         self, loader: Iterable[Any], batch: Any, before: dict[str, Any] | None
@@ -655,6 +656,17 @@ def _digest(batch: Any) -> int:
     hasher = xxhash.xxh3_64()
     _add(hasher, batch, 0)
     return hasher.intdigest()
+
+
+def _copied(batch: Any, depth: int = 0) -> Any:
+    """Return it with dicts, lists and tuples of its own: a script may take items out, or put others in."""
+    if depth > DEPTH:
+        return batch
+    if type(batch) is dict:
+        return {key: _copied(item, depth + 1) for key, item in batch.items()}
+    if type(batch) in (list, tuple):
+        return type(batch)(_copied(item, depth + 1) for item in batch)
+    return batch
 
 
 def _mark(batch: Any) -> tuple[object, ...]:
