@@ -34,7 +34,7 @@ from ckptless.daemon.protocol.errors import ProtocolError, UsageError
 from ckptless.pytorch_hooks.cursor.loader_state import LoaderState, drawn, redraw
 from ckptless.pytorch_hooks.cursor.turns import Place, here, is_behind
 from ckptless.pytorch_hooks.errors import CarriedError
-from ckptless.pytorch_hooks.state import raw, rng
+from ckptless.pytorch_hooks.state import private, raw, rng
 from ckptless.pytorch_hooks.state.second_look import is_due
 
 # Elements of a tensor that its digest is of; a batch is looked into so deep.
@@ -143,8 +143,8 @@ class Cursors:
         self._behind: set[str] = set()
         # Where the one without a name was asked for last.
         self._unnamed: Place = ()
-        # What was restored is in the middle of these; until one of them is asked for; and all that have
-        # trained, until they go on.
+        # The loaders that what was restored is in the middle of; the same until one of them is asked for;
+        # and all that have trained, until they go on.
         self._cut_off: frozenset[str] = frozenset()
         self._middle = self._cut_off
         self._restored: set[str] = set()
@@ -452,7 +452,7 @@ class Cursor:
         if at == _order(self.position) and self.position.seen != as_before:
             raise CarriedError(
                 "the script changes batches in place, and the loader gives them changed, so that after a "
-                "fault they would be changed twice: change a copy (x = x * 2, batch = dict(batch))"
+                "fault they would be changed twice: change a copy (x = x * 2)"
             )
 
     def _undo_begin(self, before: dict[str, Any]) -> None:
@@ -680,7 +680,7 @@ def _note(found: list[object], value: Any, depth: int) -> None:
     if len(found) > THINGS:
         return
     if isinstance(value, torch.Tensor):
-        found += (id(value), 0 if value.is_inference() else value._version)
+        found += (id(value), private.version(value))
     elif isinstance(value, Mapping):
         found.append(len(value))
         for key, item in islice(value.items(), ITEMS):

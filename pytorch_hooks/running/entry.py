@@ -73,4 +73,4 @@ class Entry:
 
 def _version(tensor: torch.Tensor) -> tuple[int, int, int]:
     """Return what each write in place makes another one, and another tensor is."""
-    return id(tensor), tensor._version, private.local(tensor)._version
+    return id(tensor), private.version(tensor), private.version(private.local(tensor))

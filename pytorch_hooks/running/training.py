@@ -524,7 +524,7 @@ class Run:
     def _end_entry(self) -> None:
         """A step begins, or an update: tell whether the script has written to parameters before it.
 
-        An update that nobody has asked run.batches for a batch of may be one that does so itself.
+        Without run.batches this is found out at the first update, which what the loop itself writes precedes.
         """
         entry, self._entry = self._entry, None
         if entry is None or self.counts_epochs:

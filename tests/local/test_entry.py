@@ -57,7 +57,7 @@ ckptless.run(train)
 
 
 def trained(home: Path, how: str, *, kills: bool, code: int = 0) -> tuple[dict[str, str], set[str], str]:
-    """What the ranks have come to, the kinds of events, and what the launcher says."""
+    """Return what the ranks have come to, the kinds of events, and what the launcher says."""
     home.mkdir()
     script = home / "script.py"
     script.write_text(SCRIPT)

@@ -131,7 +131,7 @@ class Tied(Kind):
 
 @kind
 class Composed(Kind):
-    """What DDP is in torchtitan 0.2, made in the first forward pass."""
+    """`replicate` makes its DDP in the first forward pass; torchtitan 0.2 has it so."""
 
     def wrap(self, net: nn.Module) -> nn.Module:
         return replicate(net)

@@ -897,7 +897,7 @@ def every_second(cursors: Cursors) -> Iterator[tuple[str, int]]:
 
 
 def all_have_names(cursors: Cursors) -> Iterator[tuple[str, int]]:
-    """So that what it asks for is 0."""
+    """No loader is without a name, so that `run.epoch` is 0."""
     yield from (("warm", batch) for batch in cursors.batches([1, 2, 3], 1, "warm", EPOCH))
     for _epoch in range(cursors.epoch, 3):
         for name in ("left", "right"):
