@@ -29,6 +29,7 @@ from torch import nn
 from torch.distributed._composable.replicate import replicate
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import fully_shard
+from torch.distributed.tensor import DTensor
 from torch.nn.parallel import DistributedDataParallel
 
 from ckptless.pytorch_hooks.errors import GenerationEnded, TorchMismatch
@@ -366,13 +367,21 @@ class _Fsdp(_Kept):
     def train(self, rank: int) -> None:
         """Train as any; and check that what comes of parameters is of the mesh that they are on."""
         del self._seen[:]
+        handle = self.model.register_forward_hook(self._forward_over)
         super().train(rank)
+        handle.remove()
         if not self._seen:
             raise Wrong("FSDP2 does not show when a backward begins")
         for parameter in self.model.parameters():
             for result in (parameter + parameter, parameter.detach(), parameter.sum()):
                 if getattr(result, "device_mesh", None) is not self._mesh:
                     raise Wrong("results of DTensors are of a mesh that is gone")
+
+    def _forward_over(self, *_words: object) -> None:
+        inner: Any = self.model
+        # Those of the root stay gathered for the backward pass, as torch has it.
+        if any(not isinstance(parameter, DTensor) for parameter in inner[0].parameters()):
+            raise Wrong("FSDP2 does not shard again behind a forward pass, as it did when it was built")
 
     def whole(self) -> Iterator[torch.Tensor]:
         return (parameter.full_tensor() for parameter in self.model.parameters())  # type: ignore[attr-defined]
@@ -434,6 +443,7 @@ def _between_micro_batches(kept: _Fsdp) -> None:
 def _between_reductions(kept: _Fsdp) -> None:
     model: Any = kept.model
     model.set_requires_all_reduce(False)
+    model.set_reshard_after_forward(False)
     model.set_reshard_after_backward(False)
     model.set_is_last_backward(False)
     torch.autograd.backward(kept.loss(1))

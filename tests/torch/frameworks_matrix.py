@@ -14,7 +14,8 @@ from pathlib import Path
 
 from .matrix import ROOT, SETUP_DEADLINE_S, Version, main
 
-# The oldest that setup.cfg lets in, and the newest that was tried. DeepSpeed is there to be refused.
+# The oldest that setup.cfg lets in, and the newest that was tried. DeepSpeed is there to be refused,
+# TRL for its subclasses of the Trainer.
 RELEASES = (
     "accelerate==1.12.0",
     "accelerate==1.15.0",
@@ -25,6 +26,7 @@ RELEASES = (
     "torchtitan==0.3.0",
     "transformers==5.17.0,accelerate==1.12.0",
     "transformers==5.24.0",
+    "trl==1.16.0",
 )
 
 
