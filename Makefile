@@ -118,17 +118,19 @@ scale: $(STAMP)
 # All of docs/performance.md, ours beside the peers in environments of their own (built at first): an hour. Or one part:
 # `make bench-data`. With LONG=1 every peer in every case, five minutes of each fire, all sizes: more than three hours.
 BENCH := docs/bench
-PARTS := crash dark fire peace hangs init data replication
+PARTS := crash dark alarms fire peace hangs init data replication
 ifdef LONG
 crash := --kills 3 --own-kills 20
 fire := --for 300
 dark := --ways ckptless requeue requeue-tuned
+alarms := --hours 1e6
 hangs := --hangs 200
 init := --turns 5 --default-up-to 1024 256 --real 16 64 128
 data := --turns 5 --jobs 4 --kinds list quick slow
 replication := --times 7 --large 4096 --restored 2048
 else
 crash := --short
+alarms := --hours 1e5
 fire := --for 90
 peace := --turns 2 --times 1 32 --for 10
 hangs := --hangs 28

@@ -351,7 +351,8 @@ class _Fsdp(_Kept):
         self._mesh = mesh
         self._begins = begins
         for part in (model[0], model[2], model):
-            fully_shard(part, mesh=mesh)
+            # Gloo of torch 2.8 takes a mean that is scattered for a sum.
+            fully_shard(part, mesh=mesh).set_force_sum_reduction_for_comms(True)
         super().__init__(model)
         self._sharded = Sharded(model.modules())
         if len(self._sharded) != 3:

@@ -291,6 +291,11 @@ GROUPS: Mapping[str, Mapping[str, Meaning]] = {
             "be written to again, and where `run.batches` goes on that ends the job",
             "Write to them in the function given to `run.keep`, or only where `run.step` is 0",
         ),
+        "gloo-sums": Meaning(
+            "FSDP2 trains on the CPU with torch 2.8, whose Gloo sums gradients that are to be averaged: a "
+            "bug of torch, with ckptless or without",
+            "Take torch 2.9 or newer, or call `set_force_sum_reduction_for_comms(True)` of the modules",
+        ),
         "late-break": Meaning(
             "A loop of the script may end behind its `run.commit`: after a fault between the two one more "
             "step is trained",

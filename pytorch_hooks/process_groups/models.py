@@ -59,6 +59,10 @@ class Sharded:
     def __len__(self) -> int:
         return len(self._pairs)
 
+    def sums(self) -> bool:
+        """Whether this torch gives the sum of gradients where their mean is asked for."""
+        return any(torch_fsdp.sums(state) for state, _module in self._pairs)
+
     def holds_gradients(self) -> bool:
         """Whether there are gradients that are not yet reduced, and so in no parameter's `grad`."""
         return any(torch_fsdp.holds_gradients(state) for state, _module in self._pairs)

@@ -478,6 +478,13 @@ class Run:
             refuse(state)
             self._groups.mark()
             self._built = _Kept.of(state, self.rank, self.world_size)
+            if self.generation == 1 and self._built.fsdp.sums():
+                self._tell_first(
+                    "gloo-sums",
+                    f"Gloo of torch {torch.__version__} sums float32 and bfloat16 gradients of FSDP2 where "
+                    "they are to be averaged (pytorch issue 162338): they grow with the number of ranks. "
+                    "Call set_force_sum_reduction_for_comms(True) of the sharded modules, or take torch 2.9",
+                )
         self._wait_needed()
         part = self._assigned
         if self.exactly is not None:

@@ -85,7 +85,7 @@ class GroupBase(dist.ProcessGroup):
 
 def fake_backend(rank: int, size: int) -> Backend:
     """A backend whose collectives do nothing and need nobody."""
-    # Until 2.8 the class was constructed like any other; later it refuses that and has a factory.
+    # Until 2.9 the class was constructed like any other; later it refuses that and has a factory.
     make: Callable[[int, int], Any] = getattr(FakeProcessGroup, "_create_internal", FakeProcessGroup)
     return cast("Backend", make(rank, size))
 

@@ -98,6 +98,11 @@ def switch(state: Any, values: tuple[dict[str, bool], list[dict[str, bool]]]) ->
             setattr(group, name, value)
 
 
+def sums(state: Any) -> bool:
+    """Whether this torch sums gradients that are to be averaged (`older_fsdp.sums`)."""
+    return version() < (2, 9) and older.sums(_groups(state))
+
+
 def reshards(state: Any) -> list[Any]:
     """Return what a script sets by `set_reshard_after_forward`: of each group, over what it is cut up."""
     return [group.post_forward_mesh_info for group in _groups(state)]

@@ -57,7 +57,7 @@ class Name:
 GROUPS = (
     Name(f"{_C10D}:Backend", "what stands in a stock group for a backend of each generation is one"),
     Name(f"{_C10D}:FakeProcessGroup", "a newcomer builds its model before it has anybody to talk to"),
-    Name(f"{_C10D}:FakeProcessGroup._create_internal", "how one is made", since=(2, 9)),
+    Name(f"{_C10D}:FakeProcessGroup._create_internal", "how one is made", since=(2, 10)),
     Name(f"{_C10D}:Store.clone", "a wait in a connection of our own can be cut off"),
     Name(f"{_C10D}:Work.get_future", "nobody waits inside Gloo, which nothing wakes"),
     Name(f"{_C10D}:Work.wait", "the same, for those without a future", "timeout"),

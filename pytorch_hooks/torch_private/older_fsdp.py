@@ -1,4 +1,4 @@
-"""Gives up an iteration of FSDP2 and DTensor by hand: before 2.15 they have no call for it."""
+"""What FSDP2 and DTensor of older torches need: to give up an iteration by hand, before 2.15; and a word."""
 
 from __future__ import annotations
 
@@ -54,6 +54,19 @@ def drop_gradients(groups: Iterable[Any]) -> None:
         whole = getattr(param, "_unsharded_param", None)  # there is none before the first gathering
         if whole is not None:
             whole.grad = None
+
+
+def sums(groups: Iterable[Any]) -> bool:
+    """Whether gradients are summed that are to be averaged, as 2.8 does (pytorch/pytorch issue 162338).
+
+    Its Gloo takes the mean that is to be scattered for a sum, of float32 and bfloat16.
+    """
+    return any(
+        group.device.type == "cpu"
+        and group.mesh_info.shard_mesh_size > 1
+        and not group.force_sum_reduction_for_comms
+        for group in groups
+    )
 
 
 def forget_meshes() -> None:

@@ -9,7 +9,7 @@ from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from . import data, hangs, init, replication, scale
+from . import alarms, data, hangs, init, replication, scale
 from .figures import Run, quantile, table
 from .systems import SYSTEMS
 
@@ -170,6 +170,7 @@ def dark() -> str:
 PARTS: Mapping[str, Callable[[], str]] = {
     "crash": crash,
     "dark": dark,
+    "alarms": lambda: alarms.told(measured("alarms")),
     "fire": fire,
     "peace": peace,
     "hangs": lambda: hangs.told(measured("hangs")),
@@ -195,6 +196,7 @@ def page(text: str) -> str:
 
 # Parts with a picture of their own.
 DRAWN: Mapping[str, Callable[[Axes, Sequence[Run]], None]] = {
+    "alarms": alarms.draw,
     "init": init.draw,
     "data": data.draw,
     "replication": replication.draw,

@@ -102,6 +102,7 @@ class Node:
     """A daemon with its agent, whose ranks do at once what they are told. Outlets and Links of the daemon."""
 
     times = TIMES
+    tick_s = TICK_S
 
     def __init__(self, cluster: "Cluster", roster: Roster, first: Durable) -> None:
         self.cluster, self.node, self.alive = cluster, roster.me, True
@@ -124,7 +125,7 @@ class Node:
     def tick(self) -> None:
         if self.alive:
             self.session.tick()
-            self.cluster.clock.after(TICK_S, self.tick)
+            self.cluster.clock.after(self.tick_s, self.tick)
 
     def progress(self) -> None:
         """Ranks that train have made steps."""
@@ -247,7 +248,7 @@ class Node:
             if there
             else lambda: self.peering.looked(node, "silent")
         )
-        self.cluster.clock.after(LINK_S if there else TIMES.dark_s / 3, answer)
+        self.cluster.clock.after(LINK_S if there else self.times.dark_s / 3, answer)
 
     def flush_soon(self) -> None:
         self.cluster.clock.after(FLUSH_S, self.peering.flush)
@@ -283,7 +284,7 @@ class Scale:
 class Cluster:
     """All nodes of one job."""
 
-    def __init__(self, count: int) -> None:
+    def __init__(self, count: int, kind: type[Node] = Node) -> None:
         self.clock = Clock()
         names = tuple(f"node{node:05d}" for node in range(count))
         self.spec = m.JobSpec(
@@ -298,7 +299,7 @@ class Cluster:
         peers = tuple(Peer(node=n, name=name, address="10.0.0.1", port=1) for n, name in enumerate(names))
         Shared.every, Shared.by_node = tuple(range(count)), {peer.node: peer for peer in peers}
         first = Durable(promised=NO_BALLOT, vote=None, known=first_decree(Shared.every))
-        self.nodes = [Node(self, Shared(node, peers), first) for node in range(count)]
+        self.nodes = [kind(self, Shared(node, peers), first) for node in range(count)]
         self._encoder = msgspec.msgpack.Encoder()
         self._sizes: tuple[object, int] = (None, 0)
         self._held: tuple[int, dict[int, list[int]]] = (0, {})
@@ -343,7 +344,7 @@ class Cluster:
         begun = self.clock.now
         for number, node in enumerate(self.nodes):
             node.peering.start()
-            self.clock.after(TICK_S * number / len(self.nodes), node.tick)
+            self.clock.after(node.tick_s * number / len(self.nodes), node.tick)
             self.clock.after(0.05, node.begin)
             self.clock.after(PROGRESS_S * number / len(self.nodes), node.progress)
         assert self.clock.run(lambda: self.trains(1), DEADLINE_S), "generation 1 does not come"

@@ -173,8 +173,9 @@ class Job:
             model = nn.parallel.DistributedDataParallel(model)
         else:
             mesh = init_device_mesh("cpu", (self.run.world_size,))
-            fully_shard(model[0], mesh=mesh)
-            fully_shard(model, mesh=mesh)
+            for part in (model[0], model):
+                # Gloo of torch 2.8 takes a mean that is scattered for a sum.
+                fully_shard(part, mesh=mesh).set_force_sum_reduction_for_comms(True)
         self.model = weakref.ref(model)
         return State(model=model, optimizer=adam(model), loader=load(), lr=1.0)
 

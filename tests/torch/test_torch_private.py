@@ -58,6 +58,7 @@ def test_an_old_torch_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
         torch_private.check()
 
 
+@pytest.mark.skipif(torch_version() < (2, 10), reason="it has not all names that a newer one has to have")
 def test_a_newer_torch_is_tried_with_a_warning(
     monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
@@ -171,6 +172,21 @@ def test_when_modules_are_cut_up_is_as_it_was_built() -> None:
         assert torch_fsdp.reshards(states[1]) != [None]
         sharded.renew()
         assert [torch_fsdp.reshards(state) for state in states] == first
+    finally:
+        dist.destroy_process_group()
+        torch_fsdp.forget_meshes()
+
+
+def test_gradients_that_are_summed_by_mistake_are_noticed() -> None:
+    """Of torch 2.8, of shards on the CPU, where nobody has asked for sums."""
+    dist.init_process_group("fake", store=FakeStore(), rank=0, world_size=2)
+    try:
+        hybrid = init_device_mesh("cpu", (2, 1), mesh_dim_names=("r", "s"))
+        for mesh, sums in ((init_device_mesh("cpu", (2,)), torch_version() < (2, 9)), (hybrid, False)):
+            model: Any = fully_shard(nn.Linear(4, 4), mesh=mesh)
+            assert Sharded(model.modules()).sums() is sums
+            model.set_force_sum_reduction_for_comms(True)
+            assert not Sharded(model.modules()).sums()
     finally:
         dist.destroy_process_group()
         torch_fsdp.forget_meshes()

@@ -46,7 +46,8 @@ def verdicts() -> dict[str, dict[str, str]]:
     done = subprocess.run(
         [sys.executable, script], stdout=subprocess.PIPE, text=True, env=env, timeout=380, check=True
     )
-    return dict(map(json.loads, done.stdout.splitlines()))
+    # Gloo of torch 2.8 and 2.9 says something there, too.
+    return dict(map(json.loads, (line for line in done.stdout.splitlines() if line.startswith('["'))))
 
 
 @pytest.mark.parametrize("kind", EQUAL)
