@@ -113,7 +113,9 @@ def measure(dark_s: float, hours: float) -> Run:
     return {
         "dark_s": dark_s,
         "hours": hours,
-        "suffered": [{**asdict(what), **asdict(came)} for what, came in found],
+        # Of those for which nobody was given up, the number is enough.
+        "suffered": [{**asdict(what), **asdict(came)} for what, came in found if came.lost],
+        "simulated": len(found),
         "of": {kind: sum(what.kind == kind for what in every) for kind in ("power", *NOISE)},
         "wall_s": time.monotonic() - begun,
         "load": load(),
