@@ -25,7 +25,7 @@ from . import planted
 
 NAMES = planted.names()
 # Gloo itself says something on their standard output; and no torch that is untested is as old as these.
-CHATTY = torch_names.version() < (2, 10)
+CHATTY = torch_names.version() < (2, 11)
 TELLS = pytest.mark.skipif(CHATTY, reason="Gloo of this torch says something in between")
 # One of each list; the others take a second or more each.
 QUICK = ("Backend", "_rebuild_buckets", "_all_gather_result", "_clear_DTensor_sharding_propagator_cache")

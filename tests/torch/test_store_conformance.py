@@ -348,7 +348,7 @@ def test_an_unchanged_env_script_of_four_processes(served: Served, tmp_path: Pat
     try:
         for rank in ranks:
             out, errors = rank.communicate(timeout=100)
-            # Gloo of torch 2.8 and 2.9 says something there, too.
+            # Gloo of torch 2.8 to 2.10 says something there, too.
             assert (rank.returncode, out.splitlines()[-1:]) == (0, ["6 True PrefixStore"]), errors
     finally:
         for rank in ranks:

@@ -46,7 +46,7 @@ def verdicts() -> dict[str, dict[str, str]]:
     done = subprocess.run(
         [sys.executable, script], stdout=subprocess.PIPE, text=True, env=env, timeout=380, check=True
     )
-    # Gloo of torch 2.8 and 2.9 says something there, too.
+    # Gloo of torch 2.8 to 2.10 says something there, too.
     return dict(map(json.loads, (line for line in done.stdout.splitlines() if line.startswith('["'))))
 
 
