@@ -61,16 +61,18 @@ def run_at(
     """Start a program at a store whose guard is made for its pid; what it said, and how many were refused."""
 
     async def body() -> tuple[list[str], int]:
-        # Which process the guard is for is known only once it runs, so it connects after that.
+        # Which process the guard is for is known only once it runs: it waits for a line before it connects.
         made: list[Callable[..., str | None]] = []
         server = StoreServer(lambda own, peer: made[0](own, peer))
         port = await server.start("127.0.0.1")
-        # Created by fork and exec, while no connection can come before this coroutine waits.
-        process = await asyncio.create_subprocess_exec(*words(port), stdout=asyncio.subprocess.PIPE)
+        waits = ["sh", "-c", 'read line && exec "$@"', "-", *words(port)]
+        process = await asyncio.create_subprocess_exec(
+            *waits, stdin=asyncio.subprocess.PIPE, stdout=asyncio.subprocess.PIPE
+        )
         try:
             made.append(refuses(process.pid))
             async with asyncio.timeout(DEADLINE_S):
-                out, _ = await process.communicate()
+                out, _ = await process.communicate(b"\n")
         finally:
             if process.returncode is None:
                 process.kill()
@@ -124,6 +126,16 @@ def test_another_user_does_not_even_as_a_child(events: list[tuple[str, str]]) ->
     assert (said, refused) == (["out", str(NOBODY)], 1)
     ((_, text),) = events
     assert f"of uid {NOBODY} has connected to the store of uid 0" in text
+
+
+def test_who_cannot_be_judged_does_not_come_in() -> None:
+    """A guard that fails lets nobody in."""
+
+    def fails(_own: object, _peer: object) -> str | None:
+        raise RuntimeError("no idea")
+
+    said, refused = run_at(lambda _pid: fails, lambda port: [sys.executable, "-c", CLIENT, str(port)])
+    assert (said[0], refused) == ("out", 1)
 
 
 def test_who_is_gone_is_refused_and_told_of(events: list[tuple[str, str]]) -> None:

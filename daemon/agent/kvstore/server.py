@@ -106,8 +106,14 @@ class _Client(asyncio.Protocol):
         self._server.clients.add(self)
         if self._server.refuses is not None:
             own, peer = (transport.get_extra_info(name) for name in ("sockname", "peername"))
-            # Who has reset the connection already has no address any more.
-            why = self._server.refuses(own[:2], peer[:2]) if own and peer else "it is gone already"
+            try:
+                # Who has reset the connection already has no address any more.
+                why = self._server.refuses(own[:2], peer[:2]) if own and peer else "it is gone already"
+            except Exception:
+                # asyncio logs it, and would go on with the connection: who was not judged is not let in.
+                self._server.refused += 1
+                self.hang_up()
+                raise
             if why is not None:
                 self._server.refused += 1
                 logger.debug("store: hung up on %s: %s", peer, why)  # `refuses` tells of it, within limits
