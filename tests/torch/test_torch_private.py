@@ -28,6 +28,7 @@ from ckptless.pytorch_hooks.process_groups.models import Sharded
 from ckptless.pytorch_hooks.torch_private import calls as torch_private
 from ckptless.pytorch_hooks.torch_private import dcp as torch_dcp
 from ckptless.pytorch_hooks.torch_private import fsdp as torch_fsdp
+from ckptless.pytorch_hooks.torch_private import older_fsdp
 from ckptless.pytorch_hooks.torch_private.names import DEVICES, NCCL, RECORDERS, refuse_moved
 from ckptless.pytorch_hooks.torch_private.names import version as torch_version
 
@@ -178,13 +179,15 @@ def test_when_modules_are_cut_up_is_as_it_was_built() -> None:
 
 
 def test_gradients_that_are_summed_by_mistake_are_noticed() -> None:
-    """Of torch 2.8, of shards on the CPU, where nobody has asked for sums."""
+    """Torch 2.8 sums those of shards on the CPU, where nobody has asked for it."""
     dist.init_process_group("fake", store=FakeStore(), rank=0, world_size=2)
     try:
         hybrid = init_device_mesh("cpu", (2, 1), mesh_dim_names=("r", "s"))
         for mesh, sums in ((init_device_mesh("cpu", (2,)), torch_version() < (2, 9)), (hybrid, False)):
             model: Any = fully_shard(nn.Linear(4, 4), mesh=mesh)
             assert Sharded(model.modules()).sums() is sums
+            ((state, _module),) = torch_fsdp.states(model.modules())
+            assert older_fsdp.sums(torch_fsdp._groups(state)) is (mesh is not hybrid)
             model.set_force_sum_reduction_for_comms(True)
             assert not Sharded(model.modules()).sums()
     finally:
