@@ -107,7 +107,8 @@ def test_ranks_move_before_their_node_is_out(tmp_path: Path, parallel: str) -> N
     (step,) = map(int, re.findall(r"; where they go there is step (\d+)$", leaves))
     restored = ledger.generations[-1].restore_step
     assert restored is not None
-    assert 20 < step <= restored
+    # The others may be stopped as they are about to keep that step, and it is made again.
+    assert 20 < step <= restored + 1
     assert ledger.faults == ()
     assert [(r.rung, r.outcome) for r in ledger.recoveries] == [("spare", "recovered")]
     assert [text for kind in ("not-prepared", "stays") for text in told(job, kind)] == []

@@ -42,6 +42,7 @@ def test_a_recipe_is_rehearsed(config: str, tmp_path: Path) -> None:
     assert done.returncode == 0, done.stdout + done.stderr
 
 
+@pytest.mark.slow
 @pytest.mark.timeout(600)
 def test_torchtitans_recipe_is_rehearsed(tmp_path: Path) -> None:
     """Its tiny one, by the command line of its batch script."""

@@ -67,9 +67,12 @@ def of_all(site: Cluster) -> Counter[tuple[str, ...]]:
 def test_a_job_that_loses_a_node(site: Cluster) -> None:
     job = Training(site, steps=400).submit()
     job.trains()
+    # Its ranks have made steps; daemons hear of it later, first the leader, then all others from it.
+    job.wait(
+        lambda: of_all(site)[("ckptless_node_jobs", "running")] == NODES, "all nodes know that it trains"
+    )
     before = of_all(site)
     assert before[("ckptless_jobs", "running")] == 1
-    assert before[("ckptless_node_jobs", "running")] == NODES
     assert before[("ckptless_ranks",)] == before[("ckptless_job_ranks", str(job.job_id))] == NODES - 1
     assert before[("ckptless_spare_nodes",)] == 1
     assert before[("ckptless_recoveries_total", "recovered")] == 0
