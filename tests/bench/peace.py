@@ -23,7 +23,7 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 
 from .crash import START_DEADLINE_S, StuckError, reaches, wait
-from .systems import Case, Running, ckptless, dcp, marked, plain, running
+from .systems import Case, Running, ckptless, dcp, marked, nvrx_local, plain, running
 
 CASE = Case(2, "fsdp", "20m")
 # Steps before it counts: slots are made, and allocators have settled.
@@ -41,6 +41,7 @@ WAYS: dict[str, tuple[Callable[[Running], None], str]] = {
     "torchrun": (plain, "torchrun"),
     "dcp.async_save each step": (functools.partial(dcp, BENCH_ASYNC="1"), "torchrun"),
     "dcp.save each step": (dcp, "torchrun"),
+    "NVRx local checkpoint each step": (nvrx_local, "torchrun"),
     "no commit": (functools.partial(with_options, commit_every=1_000_000), "torchrun"),
     "commit each step, in order": (functools.partial(with_options, overlap="off"), "no commit"),
     "commit each step, beside": (functools.partial(with_options, overlap="on"), "no commit"),

@@ -231,6 +231,11 @@ def nvrx(run: Running, reserve: int = 3, **env: str) -> None:
     run.spared = frozenset({0})
 
 
+def nvrx_local(run: Running) -> None:
+    """Its local checkpoints, on torchrun."""
+    torchrun(run, python_of("nvrx"), "train_nvrx_local.py")
+
+
 def nvrx_tuned(run: Running) -> None:
     """Its intervals as short as they work, and an abort that knows Gloo."""
     nvrx(run, BENCH_ABORT="sockets")

@@ -189,7 +189,7 @@ class World:
         for _ in range(EVENTS_MAX):
             for job in self.jobs:
                 job.look()
-            if not self.jobs or not self.events.step():
+            if (self.done and not self.jobs) or not self.events.step():
                 break
         if self.jobs:
             raise Violation(f"not over after {EVENTS_MAX} events")
@@ -205,20 +205,23 @@ class World:
             if self.host is not None:
                 for daemon in self.daemons.values():
                     daemon.alive = False
-        elif self.events.now > self._deadline():
+        elif self._is_late():
             raise Violation(f"not over {self._bound_s:.0f} s after the last fault")
 
     @property
     def _bound_s(self) -> float:
         return BOUND_S + STEP_BOUND_S * self.job.steps
 
-    def _deadline(self) -> float:
-        controls = [daemon.control for daemon in self.daemons.values()]
+    def _is_late(self) -> bool:
         newest = max([self.formed_at, *self.training_faults[-1:], *self.control_faults[-1:]])
+        late_s = self.events.now - newest - self._bound_s
+        if late_s <= 0:
+            return False
+        controls = [daemon.control for daemon in self.daemons.values()]
         if not self.generation or any(c is not None and c.stage == "forming" for c in controls):
             # Nobody who lives may know that there was a first generation.
-            return newest + 2 * FORMING_DEADLINE_S + self._bound_s
-        return newest + self._bound_s
+            return late_s > 2 * FORMING_DEADLINE_S
+        return True
 
     def begin(self) -> None:
         """Its agents start, and daemons where none are."""
