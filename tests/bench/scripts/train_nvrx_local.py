@@ -1,6 +1,6 @@
 """The workload under torchrun, kept by nvidia-resiliency-ext's local checkpoints: two copies of each.
 
-Its state dicts assert that tensors are on CUDA; all else that a save in order does works on the CPU, with Gloo.
+Its state dicts assert that tensors are on CUDA; what else a save in order does works on the CPU, with Gloo.
 A save beside the training waits for CUDA, so none of these is made.
 """
 
