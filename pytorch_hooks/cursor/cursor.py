@@ -31,7 +31,7 @@ from torch.utils.data import (
 )
 
 from ckptless.daemon.protocol.errors import ProtocolError, UsageError
-from ckptless.pytorch_hooks.cursor.loader_state import LoaderState, drawn, redraw
+from ckptless.pytorch_hooks.cursor.loader_state import LoaderState, drawn, generators, redraw
 from ckptless.pytorch_hooks.cursor.turns import Place, here, is_behind
 from ckptless.pytorch_hooks.errors import CarriedError
 from ckptless.pytorch_hooks.state import private, raw, rng
@@ -224,9 +224,9 @@ class Cursors:
         """Whether a loop over a loader, asked for so often before, was over at what was restored."""
         position = self._named[name].position
         if not name and knows.epoch:
-            # That epoch is this loader's.
+            # That epoch is this loader's. The loop with the fault may come behind all of its epochs, too.
             was_behind, self._is_behind = self._is_behind, False
-            return was_behind
+            return was_behind or (bool(self._middle) and position.index == 0)
         if name in self._middle:
             return True
         if self._middle and (position.left or position.index == 0):
@@ -549,6 +549,16 @@ class Cursor:
                 "load_state_dict"
             )
 
+    def _tell_of_two(self, loader: Iterable[Any]) -> None:
+        """Tell where another loader goes on under this name: of one only the generators are kept."""
+        before = generators(self._source) if self._source is not None else []
+        own = generators(loader)
+        if (before or own) and {*map(id, before)} != {*map(id, own)} and self._source is not None:
+            self._say(
+                "two loaders have one position, and at least one a generator of its own: after a fault it "
+                "could be given the other's random numbers. Give each a name: run.batches(..., name=...)"
+            )
+
     def _say(self, text: str) -> None:
         if not self._told:
             self._told = True
@@ -565,6 +575,7 @@ class Cursor:
         self._taken.clear()
         self._again = DRAWS
         if self._source is not loader:
+            self._tell_of_two(loader)
             self._tells = None
             self._kept = LoaderState(loader, self._shared)
             self._epochs = {}
@@ -614,9 +625,14 @@ class Cursor:
 
     def _pass_over(self, loader: Iterable[Any]) -> None:
         now, epoch = rng.capture(), self.position.epoch
+        # Generators that are in the State, too, are what they were at the commit, or since then.
+        shared = self._shared()
+        living = [(one, one.get_state()) for one in generators(loader) if id(one) in shared]
         # Of an epoch that this process or another one has begun before.
         if epoch in self._own:
             self._kept.put(self._own[epoch])
+        if self.position.index == 0:
+            _set_all(living)
         own = self._kept.read()
         self._tell_large()
         self._own = {e: states for e, states in self._own.items() if e > epoch - REMEMBERED_COMMITS} | {
@@ -643,12 +659,18 @@ class Cursor:
                 "state_dict and load_state_dict, or make the order follow from the epoch (set_epoch)"
             )
         rng.restore(now)
+        _set_all(living)
 
 
 _NOT_AGAIN = ((-1, 0), 0)
 _END = object()
 # In the place of an epoch that the script sets.
 _SET = object()
+
+
+def _set_all(states: list[tuple[torch.Generator, torch.Tensor]]) -> None:
+    for one, state in states:
+        one.set_state(state)
 
 
 def _digest(batch: Any) -> int:

@@ -125,6 +125,9 @@ class Run:
         # A loss that a device computes, to be told once it is there.
         self._telling: DeviceNumber | None = None
         self._told_many = False
+        # Generators as at a commit, until the next batch; whether it was told that they were moved between.
+        self._told_draws = False
+        self._random_at: list[torch.Tensor] | None = None
         self._versions = Versions(session, lasts=groups.lasts)
         self._copying = Copying(self._versions, overlap, partial(self._warn, "overlap-off"))
         self._part: m.Assigned | None = None
@@ -211,8 +214,11 @@ class Run:
             self._warn("state-slow", text)
 
     def _shared(self) -> Container[int]:
-        """Return by id what the State has as plain data."""
-        return parts_of(self._built.state).own if self._built is not None else ()
+        """Return by id what the State has as plain data, and its generators."""
+        if self._built is None:
+            return ()
+        parts = parts_of(self._built.state)
+        return {*parts.own, *map(id, parts.generators.values())}
 
     # ------------------------------------------------------------------------------------- words
 
@@ -730,7 +736,11 @@ class Run:
     def _guarded(self, found: Iterator[Any]) -> Iterator[Any]:
         if self._entry is not None and not self._entry.goes_on:
             self._end_entry()
+        self._random_at = None
         while True:
+            # A script may have caught what ended the step, and come here as from one that was done.
+            self._groups.check()
+            self._look_for_draws()
             self._page.enter(DATA)
             began = time.monotonic()
             with self._groups.ours(), self._own_loops.known():
@@ -741,6 +751,23 @@ class Run:
                 self._own_loops.asked = False
                 return
             yield batch
+
+    def _drawn(self) -> list[torch.Tensor]:
+        """Return what torch's generator of the CPU, and those of the State, are like."""
+        own = parts_of(self._kept.state).generators.values()
+        return [one.get_state() for one in (torch.default_generator, *own)]
+
+    def _look_for_draws(self) -> None:
+        """Tell, once, where random numbers were drawn between a commit and the next batch of its loop."""
+        at, self._random_at = self._random_at, None
+        if at is not None and not all(map(torch.equal, at, self._drawn())):
+            self._told_draws = True
+            self._tell_first(
+                "outside-state",
+                f"random numbers of torch were drawn between the commit of step {self._step} and the next "
+                "batch, maybe by an evaluation, whose loader draws a seed: after a fault they are not drawn "
+                "again, and the training goes on with others. Do it before run.commit",
+            )
 
     @contextmanager
     def phase(self, name: str, up_to: float) -> Iterator[None]:
@@ -798,6 +825,8 @@ class Run:
         self._page.stepped(step, ended, ended - began, again=step <= self._assigned.done_step)
         if due:
             self._cadence.committed(step)
+            if not (self._told_draws or self.counts_epochs):
+                self._random_at = self._drawn()
         if self._aftermath and step > (self._assigned.restore_step or 0):
             if step == self._built_at + 1:
                 faults = log.after(self._assigned.faults)

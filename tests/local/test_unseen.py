@@ -136,6 +136,7 @@ def train(run):
 
     state, loader = run.keep(build), DataLoader(torch.ones(6, 2), 1)
     held = DataLoader(torch.ones(4, 2), 2)
+    shuffled = DataLoader(torch.ones(4, 2), 2, shuffle=True)
     def steps():
         if HOW == "several":
             yield from run.batches(loader, epochs=3)
@@ -163,7 +164,7 @@ def train(run):
             least = min(least, loss.item())
         state.optimizer.step()
         state.optimizer.zero_grad()
-        for y in held:
+        for y in shuffled if HOW == "evaluates before" else held:
             state.model(y)
         run.commit()
         if run.step == 9 and run.rank == 1 and run.generation == 1 and HOW != "past":
@@ -182,6 +183,8 @@ ckptless.run(train)
         ("does not ask", "range(run.epoch, epochs)", 18),
         ("carries", "least: variables of the training loop", 18),
         ("asks late", " of script.py ends the loop behind run.commit", 18),
+        ("evaluates", "random numbers of torch were drawn between the commit of step 1 and", 18),
+        ("evaluates before", "", 18),
         ("asks", "", 18),
         ("several", "", 18),
         ("one after the other", "", 18),
@@ -193,7 +196,9 @@ def test_a_loop_that_would_not_go_on_where_it_was_is_told(
     tmp_path: Path, how: str, words: str, steps: int
 ) -> None:
     script = tmp_path / "script.py"
-    late = "if run.step == 18: break" if how == "asks late" else ""
+    late = {"asks late": "if run.step == 18: break", "evaluates": "[state.model(y) for y in shuffled]"}.get(
+        how, ""
+    )
     script.write_text(LOOPS.replace("LATE", late))
     with Job(tmp_path / "job", ["--nodes", RANKS, "--tee", "none"], [script, how, tmp_path]) as job:
         job.ended(0)
@@ -202,3 +207,49 @@ def test_a_loop_that_would_not_go_on_where_it_was_is_told(
     assert len(told) == bool(words)
     assert all(words in text for text in told)
     assert {(tmp_path / f"steps-{rank}").read_text() for rank in range(RANKS)} == {str(steps)}
+
+
+SWALLOWS = """
+import os, signal, sys, time, torch, ckptless
+from pathlib import Path
+from torch.utils.data import DataLoader
+
+OUT = Path(sys.argv[1])
+
+def train(run):
+    def build():
+        torch.manual_seed(1)
+        model = torch.nn.parallel.DistributedDataParallel(torch.nn.Linear(2, 1))
+        return ckptless.State(model=model, optimizer=torch.optim.AdamW(model.parameters()))
+
+    state = run.keep(build)
+    for x in run.batches(DataLoader(torch.arange(32.0).view(16, 2), 1, shuffle=True)):
+        try:
+            if (run.step, run.rank, run.generation) == (5, 1, 1):
+                os.kill(os.getpid(), signal.SIGKILL)
+            noise = torch.rand(2)
+            loss = state.model(x + noise).mean()
+            loss.backward()
+            state.optimizer.step()
+        except Exception:
+            with (OUT / f"swallowed-{run.rank}").open("a") as log:
+                log.write(f"{run.step}\\n")
+            continue
+        finally:
+            state.optimizer.zero_grad()
+        with (OUT / f"noise-{run.rank}").open("a") as log:
+            log.write(f"{run.step} {noise.tolist()}\\n")
+        run.commit()
+
+ckptless.run(train)
+"""
+
+
+def test_a_script_that_catches_whatever_a_step_raises_takes_no_further_batch(tmp_path: Path) -> None:
+    """What ended the step comes again at the next batch, where the script does not catch it."""
+    (script := tmp_path / "script.py").write_text(SWALLOWS)
+    with Job(tmp_path / "job", ["--nodes", RANKS, "--tee", "none"], [script, tmp_path]) as job:
+        job.ended(0)
+    assert (tmp_path / "swallowed-0").read_text().splitlines() == ["5"]
+    lines = set((tmp_path / "noise-0").read_text().splitlines())
+    assert sorted(int(line.split()[0]) for line in lines) == [*range(16)], "a step was another one again"

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import itertools
 import random
+import threading
 from collections.abc import Callable, Iterator
 from functools import cache
 from typing import Any
@@ -445,6 +446,39 @@ def test_what_the_script_changes_in_a_loader_is_told_of() -> None:
         cursor.committed()
         assert bool(told) == (step > 1)
     assert told[0].startswith("dataset.level of the loader is changed by the script between two batches")
+
+
+@pytest.mark.parametrize("at", [1, 3, 4, 6])
+def test_a_generator_that_the_state_has_too(at: int) -> None:
+    """The loader shuffles by it, and the training draws from it: a new process has what was committed."""
+
+    def run(fault: int) -> list[Step]:
+        made = torch.Generator().manual_seed(7)
+        cursor, done = Cursor(shared=lambda: {id(made)}), list[Step]()
+        while len(done) < 8:
+            loader = DataLoader(TensorDataset(torch.arange(4.0)), 1, shuffle=True, generator=made)
+            for (x,) in cursor.batches(loader, 2, 0):
+                done.append((x.tolist(), float(torch.rand((), generator=made)), 0.0))
+                saved, state = codec.unpack(codec.pack(cursor.committed())), made.get_state()
+                if len(done) == fault:
+                    break
+            made = torch.Generator().manual_seed(1)
+            made.set_state(state)
+            cursor = Cursor(shared=lambda made=made: {id(made)})  # type: ignore[misc]
+            cursor.restore(saved)
+        return done
+
+    assert run(at) == run(0)
+
+
+def test_two_loaders_with_a_generator_each_that_have_one_position_are_told_of() -> None:
+    told: list[str] = []
+    cursor = Cursor(tell=told.append)
+    first, second = (DataLoader(Augmented(False), generator=torch.Generator()) for _ in range(2))
+    for loader, count in ((first, 0), (first, 0), (second, 1), (first, 1)):
+        assert len([*cursor.batches(loader)]) == len(loader)
+        assert len(told) == count
+    assert told[0].startswith("two loaders have one position, and at least one a generator of its own")
 
 
 class Noisy(Dataset[torch.Tensor]):
@@ -943,6 +977,15 @@ def evaluates(cursors: Cursors) -> Iterator[tuple[str, int]]:
         yield BETWEEN
 
 
+def stops_early(cursors: Cursors) -> Iterator[tuple[str, int]]:
+    """Before its last epoch, behind one; and goes on to another loader."""
+    for epoch in range(cursors.epoch, 9):
+        yield from (("", batch) for batch in cursors.batches([1, 2], 1, ""))
+        if epoch >= 2:
+            break
+    yield from (("fine", batch) for batch in cursors.batches([3, 4], 2, "fine"))
+
+
 SCRIPTS = [
     another_behind,
     by_a_function,
@@ -986,6 +1029,29 @@ def test_wherever_a_fault_comes_loops_that_are_over_are_not_done_again(script: S
         cursors.enter()
         found += script(cursors)
         assert [one for one in found if one != BETWEEN] == [one for one in want if one != BETWEEN], places
+
+
+def test_a_loop_over_epochs_that_was_left_before_its_last_one_is_over() -> None:
+    """With no loop around the script, which pytest's own would be: by a thread, and functions in C."""
+    found: list[list[tuple[tuple[str, int], Any]]] = []
+
+    def train(cursors: Cursors, count: int) -> None:
+        steps = map(lambda one: (one, codec.pack(cursors.committed())), stops_early(cursors))
+        found.append(list(itertools.islice(steps, count)))
+
+    def in_thread(cursors: Cursors, count: int = 99) -> list[tuple[tuple[str, int], Any]]:
+        thread = threading.Thread(target=train, args=(cursors, count))
+        thread.start()
+        thread.join()
+        return found[-1]
+
+    want = [one for one, _saved in in_thread(Cursors())]
+    assert len(want) == 10
+    for at in range(1, len(want)):
+        before = in_thread(Cursors(), at)
+        cursors = Cursors()
+        cursors.restore(codec.unpack(before[-1][1]))
+        assert [one for one, _saved in (*before, *in_thread(cursors))] == want, at
 
 
 class Rows(Dataset[Any]):
