@@ -19,6 +19,12 @@ def _ids(container: Any) -> tuple[int, ...]:
     return tuple(map(id, container if isinstance(container, list) else container.values()))
 
 
+def _containers(optimizer: torch.optim.Optimizer) -> list[Any]:
+    """Give what an optimizer has its state and parameters in; `load_state_dict` puts others in place."""
+    groups = optimizer.param_groups
+    return [optimizer.state, groups, *(group["params"] for group in groups)]
+
+
 class TensorCopy(NamedTuple):
     """One tensor's: `target` (a view of the buffer, from `offset` on) is to be as `source` is.
 
@@ -45,6 +51,7 @@ class TensorSet:
     def __init__(self, state: State) -> None:
         self.state = state
         self._watched: _Watched = []
+        self._optimizers: _Watched = []
         self._nested = False
         self._scanned = False
         self._named: list[Named] = []
@@ -221,6 +228,10 @@ class TensorSet:
     # ---- what there is
 
     def _stale(self) -> bool:
+        # What is watched is of no use once the optimizer has something else in its place.
+        for optimizer, known in self._optimizers:
+            if _ids(_containers(optimizer)) != known:
+                return True
         for container, known in self._watched:
             if _ids(container) != known:
                 return True
@@ -232,7 +243,7 @@ class TensorSet:
 
     def _scan(self) -> None:
         # Until this has succeeded the next look must come here again.
-        self._watched, self._nested, self._scanned = [], False, False
+        self._watched, self._optimizers, self._nested, self._scanned = [], [], False, False
         # Strong references: an id in the watch list cannot come back as another tensor's.
         self._watch_all()
         self._named = sorted(every_tensor(self.state), key=_is_trained)
@@ -272,12 +283,13 @@ class TensorSet:
             self._watch(private.children_of(module))
         for name, optimizer in parts_of(self.state).optimizers.items():
             optim.check(name, optimizer)
-            self._watch(optimizer.param_groups)
-            for group in optimizer.param_groups:
-                self._watch(group["params"])
-            self._watch(optimizer.state)
+            containers = _containers(optimizer)
+            self._optimizers.append((optimizer, _ids(containers)))
+            for container in containers:
+                self._watch(container)
             for _place, parameter in optim.parameters(optimizer):
-                if state := optimizer.state.get(parameter):
+                # Also an empty one: whoever looks up a parameter's makes it, and a step fills it.
+                if (state := optimizer.state.get(parameter)) is not None:
                     self._watch(state)
                     self._nested |= any(type(value) in (list, tuple, dict) for value in state.values())
 

@@ -1,6 +1,8 @@
 """The tensors' buffer: its layout, what `TensorSet` notices, and what does not fit."""
 
+import copy
 import sys
+from collections import defaultdict
 from collections.abc import Callable, Iterator
 from typing import Any
 
@@ -231,6 +233,60 @@ def test_it_notices_what_comes_and_is_replaced() -> None:
     state.model[2] = nn.Linear(3, 2)  # the same layout, other tensors: no state of theirs
     tensors.refresh()
     assert any(t.data_ptr() == state.model[2].weight.data_ptr() for _n, t in tensors.named())
+
+
+def _load(optimizer: torch.optim.Optimizer) -> None:
+    optimizer.load_state_dict(copy.deepcopy(optimizer.state_dict()))
+
+
+def _reset(optimizer: torch.optim.Optimizer) -> None:
+    optimizer.state = defaultdict(dict)
+
+
+def _other_groups(optimizer: torch.optim.Optimizer) -> None:
+    optimizer.param_groups = [dict(group, params=list(group["params"])) for group in optimizer.param_groups]
+
+
+@pytest.mark.parametrize("change", [_load, _reset, _other_groups])
+def test_it_notices_an_optimizer_whose_state_is_replaced(
+    change: Callable[[torch.optim.Optimizer], None],
+) -> None:
+    state = make()
+    step(state)
+    tensors = TensorSet(state)
+    for _ in range(2):
+        change(state.optimizer)
+        assert _as_looked_at_anew(tensors)
+        step(state)
+        assert _as_looked_at_anew(tensors)
+        step(state)
+        assert _as_looked_at_anew(tensors)
+
+
+def _as_looked_at_anew(tensors: TensorSet) -> bool:
+    """Whether the bytes are those that a look at all containers finds."""
+    fresh = TensorSet(tensors.state)
+    mine, others = buffer_for(tensors.layout), buffer_for(fresh.layout)
+    same = tensors.pack(mine) == fresh.pack(others) and torch.equal(mine, others)
+    return same and tensors.names == fresh.names
+
+
+def test_the_parameters_of_a_group_are_replaced() -> None:
+    state = make()
+    tensors = TensorSet(state)
+    state.optimizer.param_groups[0]["params"] = [nn.Parameter(torch.zeros(2))]
+    with pytest.raises(UsageError, match=r"group 0 of state\.optimizer have changed"):
+        tensors.check_built()
+
+
+def test_state_that_was_empty_is_filled() -> None:
+    """A script that only looks at a parameter's state makes it: an optimizer's is a defaultdict."""
+    state = make()
+    assert not any(state.optimizer.state[parameter] for parameter in state.model.parameters())
+    tensors = TensorSet(state)
+    step(state)
+    assert tensors.refresh()
+    assert _as_looked_at_anew(tensors)
 
 
 def test_it_sees_new_storage_and_dtype_under_the_same_parameter() -> None:
