@@ -24,7 +24,10 @@ class Buckets:
             if (ddp := torch_ddp.of(module)) is not None
         }
         # A Reducer reduces what is trained when it is made.
-        self._trained = [(p, p.requires_grad) for one in self._modules.values() for p in one.parameters()]
+        self._frozen = [p for one in self._modules.values() for p in torch_ddp.frozen_since(one)]
+        reduced = {id(p) for p in self._frozen}
+        parameters = [p for one in self._modules.values() for p in one.parameters()]
+        self._trained = [(p, p.requires_grad or id(p) in reduced) for p in parameters]
         self.layouts: dict[str, torch_ddp.Layout] = {}
 
     def renew(self, layouts: dict[str, torch_ddp.Layout]) -> None:
@@ -37,6 +40,8 @@ class Buckets:
             parameter.requires_grad_(trained)
         for name, module in self._modules.items():
             torch_ddp.renew(module, layouts.get(name))
+        for frozen in self._frozen:
+            frozen.requires_grad_(False)
 
     def settle(self) -> None:
         """Fix the buckets after the first backward; a collective where something is to be done."""

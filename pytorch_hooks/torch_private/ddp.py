@@ -49,11 +49,37 @@ def bucket_layout(ddp: DistributedDataParallel) -> Layout:
     reducer = _reducer(ddp)
     if reducer is None:
         return []
-    parameters, _sparse = ddp._build_params_for_reducer()  # type: ignore[no-untyped-call]
     # The Reducer hands out the very tensors it was given; addresses would confuse empty parameters.
-    index = {id(parameter): number for number, parameter in enumerate(parameters)}
-    buckets = reducer._get_zeros_like_grad_buckets()
-    return [[index[id(parameter)] for parameter in bucket.parameters()] for bucket in buckets]
+    buckets = [[id(parameter) for parameter in bucket] for bucket in _buckets(reducer)]
+    there = {parameter for bucket in buckets for parameter in bucket}
+    index = {parameter: number for number, parameter in enumerate(p for p in _in_order(ddp) if p in there)}
+    return [[index[parameter] for parameter in bucket] for bucket in buckets]
+
+
+def frozen_since(ddp: DistributedDataParallel) -> list[torch.Tensor]:
+    """The parameters that need no gradient, and that the Reducer has: it was made before they were frozen."""
+    reducer = _reducer(ddp)
+    if reducer is None or all(parameter.requires_grad for parameter in ddp.module.parameters()):
+        return []
+    there = (parameter for bucket in _buckets(reducer) for parameter in bucket)
+    return [parameter for parameter in there if not parameter.requires_grad]
+
+
+def _buckets(reducer: Any) -> list[list[torch.Tensor]]:
+    return [list(bucket.parameters()) for bucket in reducer._get_zeros_like_grad_buckets()]
+
+
+def _in_order(ddp: DistributedDataParallel) -> dict[int, None]:
+    """The ids of all parameters in the order in which `_build_params_for_reducer` has those it finds trained.
+
+    That itself would leave out what was frozen after the Reducer was made.
+    """
+    return dict.fromkeys(
+        id(parameter)
+        for prefix, module in ddp.module.named_modules()
+        for name, parameter in module.named_parameters(recurse=False)
+        if f"{prefix}.{name}" not in ddp.parameters_to_ignore
+    )
 
 
 def settled_layout(ddp: DistributedDataParallel) -> Layout | None:

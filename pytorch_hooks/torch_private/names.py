@@ -118,7 +118,7 @@ RECORDERS = (
 DDP = (
     Name(f"{_DDP}.reducer", "what is replaced", held=True),
     Name(f"{_DDP}.logger", "it holds the Reducer", held=True),
-    Name(f"{_DDP}._build_params_for_reducer", "the order in which parameters are numbered", "self"),
+    Name(f"{_DDP}._build_params_for_reducer", "what a Reducer is made for, in its order", "self"),
     Name(f"{_DDP}._build_debug_param_to_name_mapping", "what a Reducer is made with", "parameters"),
     Name(
         f"{_DDP}._ddp_init_helper",

@@ -14,6 +14,7 @@ from ckptless.pytorch_hooks.process_groups.models import Buckets, Sharded
 from ckptless.pytorch_hooks.state import State, TensorSet
 from ckptless.pytorch_hooks.state.gradients import check_used, mark_used, watch_steps
 from ckptless.pytorch_hooks.torch_private.calls import HashStore
+from ckptless.pytorch_hooks.torch_private.ddp import bucket_layout
 
 
 def made() -> tuple[Any, TensorSet]:
@@ -227,6 +228,30 @@ def test_ddp_accumulates_gradients_that_are_not_used_yet(view: bool, static: boo
         optimizer.step()
         check_used(state)
         buckets.settle()
+
+
+@pytest.mark.parametrize("when", ["before the state is built", "in training"])
+@pytest.mark.usefixtures("world")
+def test_ddp_s_buckets_have_what_was_frozen_after_it_was_made(when: str) -> None:
+    body = nn.Sequential(nn.Linear(4, 4), nn.Linear(4, 4), nn.Linear(4, 2))
+    body[0].bias.requires_grad_(False)
+    body[1].tied = body[2].bias
+    model = nn.parallel.DistributedDataParallel(body, find_unused_parameters=True, bucket_cap_mb=1e-5)
+    made = bucket_layout(model)
+    assert sorted(number for bucket in made for number in bucket) == list(range(5))
+    if when == "in training":
+        buckets = Buckets(State(model=model))
+    body[1].weight.requires_grad_(False)
+    if when != "in training":
+        buckets = Buckets(State(model=model))
+    model(torch.randn(2, 4)).sum().backward()
+    buckets.settle()
+    assert list(buckets.layouts.values()) == [made]
+    buckets.renew(dict(buckets.layouts))
+    # The record says what is trained, where that is not as it was built.
+    assert body[1].weight.requires_grad == (when == "in training")
+    assert not body[0].bias.requires_grad
+    assert bucket_layout(model) == made
 
 
 def sharded_state() -> tuple[Any, State]:
