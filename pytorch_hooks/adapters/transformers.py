@@ -31,6 +31,7 @@ import ckptless
 from ckptless.daemon.protocol.errors import UsageError
 from ckptless.pytorch_hooks.adapters.kept import Kept
 from ckptless.pytorch_hooks.adapters.prepared import ACCELERATE, Prepared
+from ckptless.pytorch_hooks.adapters.transformers_arguments import Arguments
 from ckptless.pytorch_hooks.adapters.transformers_reports import REPORTERS, Reports, refuse_reporters
 
 # What is overridden or called, and parameters that must be there.
@@ -76,6 +77,8 @@ def train(make: Callable[[], Trainer], **options: Any) -> TrainOutput:
         owner.ckptless.run = run
 
         def body() -> None:
+            # A fault may have cut off a step that has changed them.
+            owner.ckptless.arguments.put_back({})
             outputs[:] = [owner.train()]
 
         run.repeat(body)
@@ -97,6 +100,7 @@ class _Loop:
         self.fresh: frozenset[str] | None = None
         self.random: tuple[Any, ...] | None = None
         self.eval_on_start = bool(owner.args.eval_on_start)
+        self.arguments = Arguments(owner.args)
         # Whole epochs, steps in the one that is under way, and whether its loop is through.
         self.epochs = self.steps = self.per_epoch = 0
         self.epoch_over = False
@@ -112,6 +116,7 @@ class _Loop:
         return {
             "state": {name: value for name, value in state.items() if name not in NOT_KEPT},
             "control": dataclasses.asdict(owner.control),
+            "arguments": self.arguments.changed(),
             "numbers": _numbers(owner),
             "tr_loss": getattr(owner, "_tr_loss", torch.zeros(())).detach().clone(),
             "at": [self.epochs, self.steps],
@@ -164,6 +169,7 @@ class _Loop:
         assert saved is not None
         for name, value in saved["state"].items():
             setattr(owner.state, name, value)
+        self.arguments.put_back(saved["arguments"])
         self.epochs, self.steps = saved["at"]
         if self.run.step:
             self.random = random.getstate(), np.random.get_state(), torch.get_rng_state()
@@ -193,6 +199,7 @@ class _Loop:
         saved = self.saved
         if saved is None:
             return
+        self.arguments.put_back(saved["arguments"])
         callbacks = self._owner.callback_handler.callbacks
         for callback, numbers in zip(callbacks, saved["callbacks"], strict=True):
             if numbers:
@@ -328,7 +335,8 @@ class _Protected:
         if loop.saved is None:
             return 0, 0
         found = loop.resume()
-        owner.state.log_history = _newest(history, loop.run.step)
+        # An evaluation before the first step is about to be done again, and to be logged.
+        owner.state.log_history = _newest(history, loop.run.step) if loop.run.step else []
         return found
 
     def _prepare_for_training(

@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+import copy
 import importlib
 import inspect
 import sys
 from collections.abc import Callable
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -191,3 +193,33 @@ def test_another_release_is_refused_where_it_is_imported(monkeypatch: pytest.Mon
         importlib.reload(ckptless.transformers)
     monkeypatch.undo()
     importlib.reload(ckptless.transformers)
+
+
+def test_arguments_that_a_callback_changes_are_those_of_the_step(tmp_path: Path) -> None:
+    made = trainer(tmp_path, arguments={"lr_scheduler_kwargs": {"a": [1]}})
+    loop, args = adapter._protect(made).ckptless, made.args
+    loop.run = SimpleNamespace(step=1)
+    loop.batches = SimpleNamespace(state_dict=dict, load_state_dict=lambda saved: None)
+    built = {**vars(args)}
+    assert loop.state_dict()["arguments"] == {}
+    args.max_grad_norm, args.of_a_script, args.logging_strategy = 0.5, "x", "epoch"
+    args.lr_scheduler_kwargs["a"].append(2)
+    saved = copy.deepcopy(loop.state_dict())
+    changed = saved["arguments"]
+    assert {*changed} == {"max_grad_norm", "of_a_script", "logging_strategy", "lr_scheduler_kwargs"}
+    # The step that is cut off; and the process has a rank of its own.
+    args.max_grad_norm, args.weight_decay, args.late, args.local_rank = 0.25, 9.0, 1, 7
+    args.lr_scheduler_kwargs["a"].append(3)
+    loop.load_state_dict(saved)
+    loop.resume()
+    assert loop.arguments.changed() == changed
+    assert (args.max_grad_norm, args.weight_decay, args.local_rank) == (0.5, 0.0, 7)
+    assert args.logging_strategy is type(built["logging_strategy"])("epoch")
+    assert not hasattr(args, "late")
+    # What they begin anew with the training.
+    args.max_grad_norm = 1.0
+    loop.put_back()
+    assert args.max_grad_norm == 0.5
+    args.local_rank = built["local_rank"]
+    loop.arguments.put_back({})
+    assert vars(args) == built | {"lr_scheduler_kwargs": {"a": [1]}}
