@@ -418,13 +418,26 @@ def _write(living: Any, saved: Any) -> Any:
     if isinstance(saved, torch.Tensor):
         with torch.no_grad():
             private.local(living).copy_(saved)
-    elif is_array(saved):
+        return _usable(living)
+    if is_array(saved):
         living[...] = saved
     elif type(saved) is set:
         return _refill(living, saved)
     else:
         return saved
     return living
+
+
+def _usable(tensor: torch.Tensor) -> torch.Tensor:
+    """Give a tensor that was written to in place, or another one with the same memory if autograd refuses it.
+
+    It refuses what was made under `no_grad` as a view of a tensor that needs gradients.
+    """
+    try:
+        _ = tensor.grad_fn
+    except RuntimeError:
+        return tensor.detach()
+    return tensor
 
 
 def _refill(living: Any, content: Any) -> Any:

@@ -113,7 +113,7 @@ def _send_off(value: Any, devices: set[torch.device], depth: int) -> Any:
     if kind in _PLAIN or kind in (int, str):
         return value
     if kind is torch.Tensor and raw.why_not(value) is None:
-        leaf = value.requires_grad and value.is_leaf
+        leaf = _is_leaf(value)
         if value.device.type != "cpu":
             devices.add(value.device)
         copy = value.detach().to("cpu", non_blocking=True, copy=True)
@@ -124,6 +124,14 @@ def _send_off(value: Any, devices: set[torch.device], depth: int) -> Any:
     if any(one is _CANNOT for one in items):
         return _CANNOT
     return dict(zip(value, items, strict=True)) if kind is dict else kind(items)
+
+
+def _is_leaf(tensor: torch.Tensor) -> bool:
+    """Return whether gradients gather in a tensor itself."""
+    try:
+        return tensor.requires_grad and tensor.is_leaf
+    except RuntimeError:
+        return False  # A view made under `no_grad`, of what was written to since: autograd refuses to say.
 
 
 def encode(value: object, *, name: str = "state", limit: int = LIMIT) -> bytes:
@@ -310,7 +318,7 @@ class _Packer:
             plain = value.detach().resolve_conj().resolve_neg().contiguous()
             self.apart.append((raw.window(plain), plain))
             return _ext(_TENSOR_APART, [name, shape])
-        leaf = value.requires_grad and value.is_leaf
+        leaf = _is_leaf(value)
         device = "cpu" if value.is_cpu else value.device.type
         return _ext(_TENSOR, [name, shape, device, leaf, raw.to_bytes(value)])
 

@@ -160,6 +160,28 @@ def test_what_changes_comes_back_and_what_does_not_is_left_alone() -> None:
     assert not hasattr(own, "late")
 
 
+def test_views_made_without_gradients_are_put_back_and_saved_again() -> None:
+    """As predictions that a metric has in a list."""
+    state, own = optimizer_with(seen=[])
+    base = torch.zeros(2, 2, requires_grad=True)
+    with torch.no_grad():
+        own.seen += [base[0], base[1]]
+        base.view(-1).copy_(torch.arange(4.0))
+    first = capture(state, 0)
+    with torch.no_grad():
+        base.zero_()
+    capture(state, 1)
+    restore(first, state)
+    assert [one.tolist() for one in own.seen] == [[0.0, 1.0], [2.0, 3.0]]
+    assert base.tolist() == [[0.0, 1.0], [2.0, 3.0]]
+    assert not any(one.requires_grad for one in own.seen)
+    again = capture(state, 0)
+    with torch.no_grad():
+        base.zero_()
+    restore(again, state)
+    assert [one.tolist() for one in own.seen] == [[0.0, 1.0], [2.0, 3.0]]
+
+
 def test_a_new_process_gets_what_had_changed_by_parameter_too() -> None:
     state, own = optimizer_with(t=0, device="cuda:0", moments={})
     capture(state, 0)
