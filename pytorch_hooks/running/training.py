@@ -4,6 +4,7 @@ import gc
 import logging
 import os
 import sys
+import threading
 import time
 from collections.abc import Callable, Container, Iterable, Iterator, Mapping
 from contextlib import contextmanager
@@ -127,6 +128,8 @@ class Run:
         self._told_many = False
         # Generators as at a commit, until the next batch; whether it was told that they were moved between.
         self._told_draws = False
+        # Which one trains.
+        self._thread = threading.get_ident()
         self._random_at: list[torch.Tensor] | None = None
         self._versions = Versions(session, lasts=groups.lasts)
         self._copying = Copying(self._versions, overlap, partial(self._warn, "overlap-off"))
@@ -472,6 +475,7 @@ class Run:
             return self.keep(lambda: made)
         if self._has_state:
             raise UsageError("run.keep was called twice: put everything into one State")
+        self._thread = threading.get_ident()
         self._groups.end_early()
         with self._groups.ours():
             return self._keep(build)
@@ -740,6 +744,7 @@ class Run:
         while True:
             # A script may have caught what ended the step, and come here as from one that was done.
             self._groups.check()
+            self._check_thread()
             self._look_for_draws()
             self._page.enter(DATA)
             began = time.monotonic()
@@ -751,6 +756,15 @@ class Run:
                 self._own_loops.asked = False
                 return
             yield batch
+
+    def _check_thread(self) -> None:
+        """Raise UsageError in a thread that takes batches ahead: the next commit would count them as done."""
+        if threading.get_ident() != self._thread:
+            raise UsageError(
+                "run.batches was asked for a batch by another thread than run.keep: what is taken ahead of "
+                "the training would be lost with a fault, so take batches where you train; the workers of a "
+                "DataLoader make them ahead"
+            )
 
     def _drawn(self) -> list[torch.Tensor]:
         """Return what torch's generator of the CPU, and those of the State, are like."""

@@ -245,6 +245,38 @@ ckptless.run(train)
 """
 
 
+THREADED = """
+import threading, torch, ckptless
+from torch.utils.data import DataLoader
+
+def train(run):
+    def build():
+        model = torch.nn.parallel.DistributedDataParallel(torch.nn.Linear(2, 1))
+        return ckptless.State(model=model, optimizer=torch.optim.AdamW(model.parameters()))
+
+    state, raised = run.keep(build), []
+    batches = run.batches(DataLoader(torch.ones(6, 2), 1))
+    def ahead():
+        try:
+            next(batches)
+        except Exception as error:
+            raised.append(error)
+    thread = threading.Thread(target=ahead)
+    thread.start()
+    thread.join()
+    raise raised[0]
+
+ckptless.run(train)
+"""
+
+
+def test_a_thread_that_takes_batches_ahead_is_refused(tmp_path: Path) -> None:
+    (script := tmp_path / "script.py").write_text(THREADED)
+    with Job(tmp_path / "job", ["--nodes", RANKS, "--tee", "none"], [script]) as job:
+        job.ended(1)
+        assert "asked for a batch by another thread than run.keep" in str(job.ledger().jobs[0].reason)
+
+
 def test_a_script_that_catches_whatever_a_step_raises_takes_no_further_batch(tmp_path: Path) -> None:
     """What ended the step comes again at the next batch, where the script does not catch it."""
     (script := tmp_path / "script.py").write_text(SWALLOWS)
