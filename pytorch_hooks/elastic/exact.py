@@ -20,7 +20,7 @@ from ckptless.daemon.protocol.errors import UsageError
 from ckptless.pytorch_hooks.elastic.sums import Flats, Packing, Share, Sum, add, gather_single
 from ckptless.pytorch_hooks.elastic.tree import Node, block, fold
 from ckptless.pytorch_hooks.state import State, gradients, private, rng
-from ckptless.pytorch_hooks.state.objects import every_parameter, tree_of
+from ckptless.pytorch_hooks.state.objects import every_parameter, parts_of, tree_of
 from ckptless.pytorch_hooks.state.walk import shown
 from ckptless.pytorch_hooks.torch_private import ddp as torch_ddp
 
@@ -100,6 +100,8 @@ class ExactSteps:
             for prefix, module in tree_of(state).modules()
             if private.buffers_of(module) or isinstance(module, torch.nn.SyncBatchNorm)
         ]
+        generators = parts_of(state).generators.items()
+        self._generators = [(name, one) for name, one in generators if not _is_torchs(one)]
 
     @property
     def virtual_ranks(self) -> range:
@@ -175,10 +177,11 @@ class ExactSteps:
         at = self._next_call()
         for number, (part, weight) in zip(self.virtual_ranks, parts, strict=True):
             rng.seed(xxhash.xxh3_64_intdigest(struct.pack("<qqqq", self._how.seed, *at, number)))
-            versions = self._versions()
+            versions, states = self._versions(), self._drawn()
             loss = _checked(forward(part)) * weight
             (loss if scaler is None else scaler.scale(loss)).backward()
             self._check_buffers(versions)
+            self._check_drawn(states)
             found = [parameter.grad for parameter in parameters]
             if any(grad is not None and grad.layout != torch.strided for grad in found):
                 raise UsageError("exact.step adds up no sparse gradients: take sparse=False in embeddings")
@@ -244,7 +247,7 @@ class ExactSteps:
         masks = [row[OWN_WORDS : len(row) - room] for row in rows]
         return [any(mask[i // 63] >> i % 63 & 1 for mask in masks) for i in range(count)], total
 
-    # ------------------------------------------------------------------------------------------ buffers
+    # --------------------------------------------------------------------------- buffers and generators
 
     def _versions(self) -> list[tuple[int, int]]:
         """Look at all buffers before a forward pass. Raises UsageError where it would write to some."""
@@ -275,6 +278,20 @@ class ExactSteps:
         for prefix, module in self._watched:
             for key, one in private.buffers_of(module).items():
                 yield shown(f"b:{prefix}{key}"), one
+
+    def _drawn(self) -> list[torch.Tensor]:
+        """Return where the State's own random generators are."""
+        return [one.get_state() for _name, one in self._generators]
+
+    def _check_drawn(self, before: list[torch.Tensor]) -> None:
+        """Raise UsageError where a virtual rank has drawn what the next one would have drawn in its place."""
+        for (name, one), known in zip(self._generators, before, strict=True):
+            if not torch.equal(one.get_state(), known):
+                raise UsageError(
+                    f"state.{name} is a random generator that the forward or backward pass draws from: what "
+                    "it gives would depend on which virtual ranks this rank has: draw there without "
+                    "`generator=`, from torch's own, which is seeded for each virtual rank"
+                )
 
 
 class _Told:
@@ -334,6 +351,13 @@ def _refuse(state: State) -> None:
     for name, parameter in every_parameter(state):
         if private.placed(parameter) is not None:
             raise UsageError(f"{shown(name)} is a DTensor, and exact trains models that every rank has whole")
+
+
+def _is_torchs(generator: torch.Generator) -> bool:
+    """Return whether it is one that torch draws from by itself, which is seeded for each virtual rank."""
+    device = generator.device.type
+    others = () if device == "cpu" else getattr(torch.get_device_module(device), "default_generators", ())
+    return any(generator is one for one in (torch.default_generator, *others))
 
 
 def _checked(loss: object) -> torch.Tensor:

@@ -178,6 +178,19 @@ def test_what_one_part_would_leave_for_the_next_is_refused(module: nn.Module, wo
     assert grads(net) == [None] * len(list(net.parameters()))
 
 
+def test_a_generator_that_parts_draw_from_is_refused() -> None:
+    net, own = model(), torch.Generator().manual_seed(3)
+    made = steps(net, noise=own, others=[torch.Generator(), torch.default_generator])
+    # Of torch's own each virtual rank has its numbers.
+    made.step(parts(), lambda x: net(x + torch.randn(x.shape)).square().mean())
+    torch.randn(2, generator=own)
+    made.step(parts(), mean_of(net))
+    net.zero_grad()
+    with pytest.raises(UsageError, match=r"state\.noise is a random generator that the forward"):
+        made.step(parts(), lambda x: net(x + torch.randn(x.shape, generator=own)).square().mean())
+    assert grads(net) == [None] * len(list(net.parameters()))
+
+
 @pytest.mark.parametrize("norm", [nn.BatchNorm1d(5).eval(), nn.BatchNorm1d(5, track_running_stats=False)])
 def test_batch_norm_that_keeps_nothing_is_taken(norm: nn.Module) -> None:
     net = model(norm)
