@@ -270,7 +270,8 @@ class _Fit:
             parts["scaler"] = self.trainer.precision_plugin.scaler
         module, of_script = self.trainer.lightning_module, {}
         for number, callback in enumerate(self.trainer.callbacks):
-            of_script[f"callback_{number}"] = callback
+            if not isinstance(callback, callbacks.ProgressBar):
+                of_script[f"callback_{number}"] = callback
             for name, value in vars(callback).items():
                 if isinstance(value, torch.nn.Module) and value is not module:
                     parts[f"callback_{number}_{name}"] = value
@@ -332,6 +333,10 @@ class _Fit:
             parameter.requires_grad = needs
         module._param_requires_grad_state = {}
         torch.set_grad_enabled(True)
+        for bar in self.trainer.callbacks:
+            if isinstance(bar, callbacks.ProgressBar):
+                # Or a validation that was cut off would have the next one's bar.
+                bar.reset_dataloader_idx_tracker()
         self.alone = True
         self._set_up_validation()
 
@@ -454,7 +459,12 @@ def _counted(loop: Any, path: str) -> Iterator[tuple[str, dict[str, Any], list[s
 
 
 def _plain(one: Any) -> dict[str, Any]:
-    """Return an object's numbers and words; what else it has stays the process's own."""
+    """Return a callback's numbers and words; what else it has stays the process's own.
+
+    So does all of a progress bar, which only shows: its numbers are those of what it has on this screen.
+    """
+    if isinstance(one, callbacks.ProgressBar):
+        return {}
     return {
         name: value for name, value in vars(one).items() if type(value) in _PLAIN and name not in NOT_KEPT
     }

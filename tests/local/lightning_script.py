@@ -26,6 +26,8 @@ OUT, STEPS = Path(sys.argv[1]), int(sys.argv[2])
 KILLS = {tuple(map(int, one.split(":"))) for one in sys.argv[3].split(",") if one}
 VARIANT = os.environ.get("VARIANT", "steps")
 PLAIN = "PLAIN" in os.environ
+# Lightning's own choice, where there is `rich` that one; and the other.
+BARS = ("steps", "stops")
 
 
 def die(step: int) -> None:
@@ -219,7 +221,10 @@ def make() -> Any:
         called += [saves] if averages is None else [saves, averages()]
         words |= {"enable_checkpointing": True, "limit_train_batches": 5}
     if VARIANT == "stops":
-        called += [pl.callbacks.EarlyStopping("val", patience=1, mode="max")]
+        called += [
+            pl.callbacks.EarlyStopping("val", patience=1, mode="max"),
+            pl.callbacks.TQDMProgressBar(),
+        ]
         words |= {"max_steps": -1, "max_epochs": 6}
     loggers: list[Any] = [pl.loggers.CSVLogger(OUT, name="logs")]
     if VARIANT == "steps":
@@ -246,7 +251,7 @@ def make() -> Any:
         num_nodes=int(os.environ["GROUP_WORLD_SIZE"]),
         callbacks=called,
         logger=loggers,
-        enable_progress_bar=False,
+        enable_progress_bar=VARIANT in BARS,
         enable_model_summary=False,
         log_every_n_steps=1,
         **words,

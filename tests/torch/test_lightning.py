@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-import importlib
+import importlib.util
 import inspect
 import sys
 from pathlib import Path
@@ -182,6 +182,24 @@ def test_batches_that_are_taken_ahead_and_loaders_side_by_side_are_refused() -> 
     ahead.length = 3
     with pytest.raises(UsageError, match="dataloader_iter"):
         checked([1], ahead)
+
+
+class Bar(pl.callbacks.ProgressBar):
+    """A script's own."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.task, self.shown = 7, [1, 2]
+
+
+def test_of_progress_bars_nothing_is_kept() -> None:
+    """Their numbers are names of what they have on this screen."""
+    made = [Bar(), pl.callbacks.TQDMProgressBar(), pl.callbacks.ModelSummary()]
+    if importlib.util.find_spec("rich"):
+        made.append(pl.callbacks.RichProgressBar())
+    assert [bool(adapter._plain(one)) for one in made[1:3]] == [False, True]
+    of_bars = [one for one in made if isinstance(one, pl.callbacks.ProgressBar)]
+    assert [adapter._plain(one) for one in of_bars] == [{}] * len(of_bars)
 
 
 class Module(pl.LightningModule):
