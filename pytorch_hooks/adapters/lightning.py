@@ -65,6 +65,8 @@ REMAKE = (
 )
 # Of callbacks: a clock of this machine.
 NOT_KEPT = frozenset({"_last_time_checked"})
+# Of a Trainer: made of others where data is set up.
+DERIVED = frozenset({"val_check_batch"})
 _NUMBERS = frozenset({int, float, bool})
 _PLAIN = frozenset({*_NUMBERS, str, type(None)})
 
@@ -203,6 +205,8 @@ class _Fit:
         self._strategy = strategy
         self._metrics = Metrics(trainer)
         self._kept: Kept | None = None
+        # What hooks set in the Trainer as it trains, such as accumulate_grad_batches: as it was built.
+        self._as_built: dict[str, Any] = {}
         self._saved: dict[str, Any] | None = None
         self._begun = False
         # What Lightning patches for each call, and a fault may leave so.
@@ -258,6 +262,7 @@ class _Fit:
 
     def _build(self) -> ckptless.State:
         """Return what `fit` has set up; of a process that joins, all that comes before a batch, too."""
+        self._as_built = _public(self.trainer)
         if self.alone:
             self._set_up_data()
         self._forward = vars(self.trainer.lightning_module).get("forward")
@@ -414,7 +419,7 @@ class _Fit:
                 for path, of, names in self._counted
             },
             "seen": dict(self._epoch_loop.val_loop._seen_batches_per_dataloader),
-            "should_stop": trainer.should_stop,
+            "trainer": _changed(self._as_built, _public(trainer)),
             "metrics": self._metrics.state_dict(),
             "callbacks": [
                 (_plain(one), state) for one, state in zip(trainer.callbacks, told.values(), strict=True)
@@ -433,7 +438,7 @@ class _Fit:
         for path, of, _names in self._counted:
             of.update(saved["loops"][path])
         self._epoch_loop.val_loop._seen_batches_per_dataloader.update(saved["seen"])
-        trainer.should_stop = saved["should_stop"]
+        _set_public(trainer, {**self._as_built, **saved["trainer"]})
         self._metrics.load_state_dict(saved["metrics"])
         assert self._kept is not None
         self._kept.load_state_dict(saved["kept"])
@@ -468,6 +473,33 @@ def _plain(one: Any) -> dict[str, Any]:
     return {
         name: value for name, value in vars(one).items() if type(value) in _PLAIN and name not in NOT_KEPT
     }
+
+
+def _public(trainer: Any) -> dict[str, Any]:
+    """Return a Trainer's numbers and words that hooks may set as it trains, and others read."""
+    return {
+        name: value
+        for name, value in vars(trainer).items()
+        if type(value) in _PLAIN and name[0] != "_" and name not in DERIVED
+    }
+
+
+def _changed(built: dict[str, Any], now: dict[str, Any]) -> dict[str, Any]:
+    """Return what training has changed: the rest is what the script, maybe changed, says as it begins."""
+    return {
+        name: value
+        for name, value in now.items()
+        if name not in built or type(built[name]) is not type(value) or built[name] != value
+    }
+
+
+def _set_public(trainer: Any, values: dict[str, Any]) -> None:
+    """Have a Trainer with these numbers and words, and without others that a step cut off has set."""
+    for name in _public(trainer).keys() - values.keys():
+        del vars(trainer)[name]
+    # What is an object by now stays the process's own.
+    named = vars(trainer)
+    named.update({k: v for k, v in values.items() if k not in named or type(named[k]) in _PLAIN})
 
 
 def _tells(callback: Any) -> bool:

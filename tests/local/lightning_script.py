@@ -220,6 +220,8 @@ def make() -> Any:
         averages: Any = getattr(pl.callbacks, "WeightAveraging", None)
         called += [saves] if averages is None else [saves, averages()]
         words |= {"enable_checkpointing": True, "limit_train_batches": 5}
+    if VARIANT == "accumulates":
+        called += [pl.callbacks.GradientAccumulationScheduler({0: 1, 1: 2})]
     if VARIANT == "stops":
         called += [
             pl.callbacks.EarlyStopping("val", patience=1, mode="max"),

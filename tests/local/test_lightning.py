@@ -71,6 +71,14 @@ def _losses(home: Path) -> list[str]:
 
 
 @pytest.mark.slow
+def test_a_process_that_joins_in_an_epochs_middle_accumulates_as_the_others_do(tmp_path: Path) -> None:
+    """What a callback sets in the Trainer as an epoch begins; of 13 batches each, the second in pairs."""
+    env = {"VARIANT": "accumulates", **QUIET}
+    kills = "5:0,15:1,17:0"
+    assert _results(protected(SCRIPT, tmp_path, 20, kills, env)) == _results(plain(SCRIPT, tmp_path, 20, env))
+
+
+@pytest.mark.slow
 def test_mlflow_has_each_step_once(tmp_path: Path) -> None:
     """Killed between a line and its commit, by both ranks, of which one writes."""
     pytest.importorskip("mlflow", reason="no mlflow: pip install mlflow-skinny")

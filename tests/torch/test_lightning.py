@@ -202,6 +202,29 @@ def test_of_progress_bars_nothing_is_kept() -> None:
     assert [adapter._plain(one) for one in of_bars] == [{}] * len(of_bars)
 
 
+@pytest.mark.parametrize("lives", [False, True])
+def test_what_hooks_set_in_a_trainer_is_of_the_step(lives: bool) -> None:
+    made = trainer()
+    built = adapter._public(made)
+    assert {"accumulate_grad_batches", "gradient_clip_val", "gradient_clip_algorithm"} <= built.keys()
+    made.accumulate_grad_batches, made.gradient_clip_val, made.should_stop = 2, 0.5, True
+    saved = adapter._changed(built, adapter._public(made))
+    assert saved == {"accumulate_grad_batches": 2, "gradient_clip_val": 0.5, "should_stop": True}
+    if lives:
+        # It has gone on.
+        made.accumulate_grad_batches, made.log_every_n_steps, made.of_mine = 4, 7, "new"
+        its = built
+    else:
+        # A new one, maybe of a script that begins with something else.
+        made = trainer(log_every_n_steps=3)
+        its = adapter._public(made)
+    adapter._set_public(made, {**its, **saved})
+    assert adapter._public(made) == {**its, **saved}
+    made.gradient_clip_val = held = object()
+    adapter._set_public(made, its)
+    assert made.gradient_clip_val is held
+
+
 class Module(pl.LightningModule):
     """With a metric of torchmetrics."""
 
