@@ -18,6 +18,7 @@ from accelerate.utils import DistributedType
 
 import ckptless
 from ckptless.daemon.protocol.errors import UsageError
+from ckptless.pytorch_hooks.adapters.accelerate_refusals import watch
 from ckptless.pytorch_hooks.adapters.accelerate_trackers import Trackers, name_by_job
 from ckptless.pytorch_hooks.adapters.prepared import ACCELERATE, Prepared
 from ckptless.pytorch_hooks.errors import CarriedError
@@ -87,6 +88,7 @@ class _Made:
                     "position of the first one alone: put their data into one loader",
                 )
             found.append(one)
+        watch(self._accelerator, self._loader)
         self._trackers = Trackers(self._accelerator)
         self.things = tuple(found)
         self.parts = self._sorted()

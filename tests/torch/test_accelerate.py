@@ -14,7 +14,13 @@ import torch
 pytest.importorskip("accelerate")
 
 from accelerate import Accelerator  # where there is one
-from accelerate.data_loader import BatchSamplerShard, DataLoaderDispatcher, DataLoaderShard
+from accelerate.data_loader import (
+    BatchSamplerShard,
+    DataLoaderDispatcher,
+    DataLoaderShard,
+    skip_first_batches,
+)
+from accelerate.local_sgd import LocalSGD
 from accelerate.state import GradientState
 
 import ckptless.accelerate
@@ -83,6 +89,36 @@ def test_a_second_loader_may_be_gone_through_between_steps_and_not_beside_them()
     run.step = 2
     with pytest.raises(CarriedError, match="a second loader gives batches to the steps of the training"):
         list(beside)
+
+
+def test_batches_that_are_skipped_past_it_are_refused() -> None:
+    accelerator, model, first = prepared()
+    second = accelerator.prepare(loader())
+    made = adapter._Made((accelerator, model, first, second))
+    assert len(accelerator.skip_first_batches(made.things[3], 1)) == 3
+    for one in (made.things[2], first):
+        for skip in (accelerator.skip_first_batches, skip_first_batches):
+            with pytest.raises(
+                CarriedError, match="leave it out, and loop over the loader that keep returns"
+            ):
+                skip(one, 1)
+
+
+def test_local_sgd_is_refused() -> None:
+    accelerator, model, first = prepared()
+    found = LocalSGD(accelerator, model, 2)
+    with found:
+        found.step()
+    adapter._Made((accelerator, model, first))
+    with found:
+        found.step()
+    # Of one rank it does nothing.
+    found.enabled, found.accelerator, found.model = True, accelerator, model
+    for use in (found.__enter__, found.step):
+        with pytest.raises(CarriedError, match="leave LocalSGD out, or train without ckptless"):
+            use()
+    found.accelerator, found.local_sgd_steps = Accelerator(cpu=True), 9
+    found.step()
 
 
 @pytest.mark.parametrize("split", [False, True])
