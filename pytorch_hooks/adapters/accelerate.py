@@ -19,12 +19,13 @@ from accelerate.utils import DistributedType
 import ckptless
 from ckptless.daemon.protocol.errors import UsageError
 from ckptless.pytorch_hooks.adapters.accelerate_refusals import watch
+from ckptless.pytorch_hooks.adapters.accelerate_saves import Saves
 from ckptless.pytorch_hooks.adapters.accelerate_trackers import Trackers, name_by_job
 from ckptless.pytorch_hooks.adapters.prepared import ACCELERATE, Prepared
 from ckptless.pytorch_hooks.errors import CarriedError
 
 # What is read or set on an Accelerator.
-HOOKS = "distributed_type is_fsdp2 scaler step"
+HOOKS = "distributed_type is_fsdp2 scaler step project_configuration save_state"
 # What ranks train with that ckptless renews, beside FSDP2.
 KNOWN = (DistributedType.NO, DistributedType.MULTI_CPU, DistributedType.MULTI_GPU)
 
@@ -90,6 +91,7 @@ class _Made:
             found.append(one)
         watch(self._accelerator, self._loader)
         self._trackers = Trackers(self._accelerator)
+        self._saves = Saves(self._accelerator)
         self.things = tuple(found)
         self.parts = self._sorted()
 
@@ -150,11 +152,13 @@ class _Made:
             "step": self._accelerator.step,
             "loader": None if loader is None else loader.state_dict(),
             "logged": self._trackers.newest,
+            "saves": self._saves.state_dict(),
         }
 
     def load_state_dict(self, saved: dict[str, Any]) -> None:
         """Go there."""
         self._accelerator.step = saved["step"]
         self._trackers.newest = saved["logged"]
+        self._saves.load_state_dict(saved["saves"])
         if self._loader is not None:
             self._loader.load_state_dict(saved["loader"])

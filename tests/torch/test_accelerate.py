@@ -5,6 +5,7 @@ from __future__ import annotations
 import importlib
 import sys
 from collections.abc import Callable
+from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
@@ -22,6 +23,7 @@ from accelerate.data_loader import (
 )
 from accelerate.local_sgd import LocalSGD
 from accelerate.state import GradientState
+from accelerate.utils import ProjectConfiguration
 
 import ckptless.accelerate
 from ckptless.daemon.protocol.errors import UsageError
@@ -119,6 +121,44 @@ def test_local_sgd_is_refused() -> None:
             use()
     found.accelerator, found.local_sgd_steps = Accelerator(cpu=True), 9
     found.step()
+
+
+def test_a_save_is_made_again_in_the_place_of_its_folder(tmp_path: Path) -> None:
+    (tmp_path / "checkpoints" / "checkpoint_3").mkdir(parents=True)
+    accelerator, made = saving(tmp_path)
+    accelerator.save_state()
+    saved = made.state_dict()
+    for number in (1, 2):
+        accelerator.save_state()
+        (tmp_path / "checkpoints" / f"checkpoint_{number}" / "late").touch()
+    # In the process that lives, and in a new one.
+    made.load_state_dict(saved)
+    accelerator.save_state()
+    assert folders(tmp_path) == {0: False, 1: False, 3: False}
+    accelerator, made = saving(tmp_path)
+    made.load_state_dict(saved)
+    accelerator.save_state()
+    accelerator.save_state()
+    assert folders(tmp_path) == {0: False, 1: False, 2: False, 3: False}
+    # What was there before the job is not.
+    made.load_state_dict(made.state_dict())
+    with pytest.raises(ValueError, match="already exists"):
+        accelerator.save_state()
+    assert 3 in folders(tmp_path)
+
+
+def saving(home: Path) -> tuple[Any, Any]:
+    accelerator = Accelerator(
+        cpu=True, project_config=ProjectConfiguration(str(home), automatic_checkpoint_naming=True)
+    )
+    model, one = accelerator.prepare(torch.nn.Linear(4, 1), loader())
+    return accelerator, adapter._Made((accelerator, model, one))
+
+
+def folders(home: Path) -> dict[int, bool]:
+    """Return which there are, and whether one has what came late."""
+    found = (home / "checkpoints").iterdir()
+    return {int(one.name.removeprefix("checkpoint_")): (one / "late").exists() for one in found}
 
 
 @pytest.mark.parametrize("split", [False, True])
