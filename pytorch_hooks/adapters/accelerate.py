@@ -22,6 +22,7 @@ from ckptless.pytorch_hooks.adapters.accelerate_refusals import watch
 from ckptless.pytorch_hooks.adapters.accelerate_saves import Saves
 from ckptless.pytorch_hooks.adapters.accelerate_trackers import Trackers, name_by_job
 from ckptless.pytorch_hooks.adapters.prepared import ACCELERATE, Prepared
+from ckptless.pytorch_hooks.adapters.workers import begin_anew
 from ckptless.pytorch_hooks.errors import CarriedError
 
 # What is read or set on an Accelerator.
@@ -82,6 +83,8 @@ class _Made:
                 self._loader.settle()
                 found.append(self._loader)
                 continue
+            if isinstance(one, torch.utils.data.DataLoader):
+                begin_anew(one)
             if isinstance(one, DataLoaderShard):
                 self._watch(
                     one,

@@ -33,6 +33,7 @@ from ckptless.pytorch_hooks import env
 from ckptless.pytorch_hooks.adapters.kept import Kept
 from ckptless.pytorch_hooks.adapters.lightning_loggers import LOGGERS, Loggers
 from ckptless.pytorch_hooks.adapters.lightning_metrics import Metrics
+from ckptless.pytorch_hooks.adapters.workers import begin_anew
 
 # What is called, replaced on an instance, or read.
 HOOKS: dict[type, str] = {
@@ -115,7 +116,7 @@ class _Protecting:
         """Have the training's loader go on where the step did."""
         found: object = super().process_dataloader(dataloader)  # type: ignore[misc]
         if self.fit is None or not self.fit.trainer.training:
-            return found
+            return found if self.fit is None else begin_anew(found)
         return _Batches(self.fit, found)
 
 

@@ -33,6 +33,7 @@ from ckptless.pytorch_hooks.adapters.kept import Kept
 from ckptless.pytorch_hooks.adapters.prepared import ACCELERATE, Prepared
 from ckptless.pytorch_hooks.adapters.transformers_arguments import Arguments
 from ckptless.pytorch_hooks.adapters.transformers_reports import REPORTERS, Reports, refuse_reporters
+from ckptless.pytorch_hooks.adapters.workers import begin_anew
 
 # What is overridden or called, and parameters that must be there.
 HOOKS = {
@@ -295,6 +296,12 @@ class _Protected:
         loop.batches.run = loop.run
         loop.run.counts_epochs = True
         return loop.batches
+
+    def get_eval_dataloader(self, *args: Any, **words: Any) -> Any:
+        return begin_anew(super().get_eval_dataloader(*args, **words))  # type: ignore[misc]
+
+    def get_test_dataloader(self, *args: Any, **words: Any) -> Any:
+        return begin_anew(super().get_test_dataloader(*args, **words))  # type: ignore[misc]
 
     def _init_training_state(
         self, max_steps: int, per_epoch: int, epochs: int, resume_from_checkpoint: Any, trial: Any

@@ -27,6 +27,7 @@ from accelerate.utils import ProjectConfiguration
 
 import ckptless.accelerate
 from ckptless.daemon.protocol.errors import UsageError
+from ckptless.pytorch_hooks import env
 from ckptless.pytorch_hooks.adapters import accelerate as adapter
 from ckptless.pytorch_hooks.adapters.prepared import HOOKS, LOOP, Prepared
 from ckptless.pytorch_hooks.errors import CarriedError
@@ -104,6 +105,17 @@ def test_batches_that_are_skipped_past_it_are_refused() -> None:
                 CarriedError, match="leave it out, and loop over the loader that keep returns"
             ):
                 skip(one, 1)
+
+
+def test_other_loaders_begin_with_new_workers(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A new process would draw a seed for them that one that lives has drawn before."""
+    monkeypatch.setenv(env.AGENT_SOCKET, "an agent's")
+    accelerator, model, first = prepared()
+    plain: Any = torch.utils.data.DataLoader(DATA, num_workers=1, persistent_workers=True)
+    second = accelerator.prepare(torch.utils.data.DataLoader(DATA, num_workers=1, persistent_workers=True))
+    adapter._Made((accelerator, model, first, second, plain))
+    assert not second.base_dataloader.persistent_workers
+    assert not plain.persistent_workers
 
 
 def test_local_sgd_is_refused() -> None:

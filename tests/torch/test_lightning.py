@@ -51,6 +51,18 @@ def test_strategies_have_names_and_without_an_agent_are_lightning_s_own() -> Non
     assert made.options["commit_every"] == "auto"
 
 
+def test_validations_begin_with_new_workers(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A new process would draw a seed for them that one that lives has drawn before."""
+    strategy = trainer(strategy="ckptless_ddp").strategy
+    data: Any = torch.utils.data.DataLoader(
+        torch.utils.data.TensorDataset(torch.zeros(4)), num_workers=1, persistent_workers=True
+    )
+    monkeypatch.setattr("ckptless.pytorch_hooks.env.read", lambda: SimpleNamespace(agent_socket="there"))
+    assert strategy.process_dataloader(data).persistent_workers
+    strategy.fit = SimpleNamespace(trainer=SimpleNamespace(training=False))
+    assert not strategy.process_dataloader(data).persistent_workers
+
+
 def test_under_an_agent_fit_runs_inside_of_ours(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("ckptless.pytorch_hooks.env.read", lambda: SimpleNamespace(agent_socket="there"))
     made = trainer(strategy="ckptless_ddp")

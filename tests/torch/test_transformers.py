@@ -136,6 +136,17 @@ def test_what_the_accelerator_has_no_more_is_refused(tmp_path: Path, name: str) 
         adapter._refuse(made)
 
 
+def test_evaluations_begin_with_new_workers(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A new process would draw a seed for them that one that lives has drawn before."""
+    words = {"dataloader_num_workers": 1, "dataloader_persistent_workers": True}
+    made = adapter._protect(trainer(tmp_path, arguments=words, eval_dataset=DATA))
+    # Without an agent they are the Trainer's own.
+    assert made.get_test_dataloader(DATA).base_dataloader.persistent_workers
+    monkeypatch.setenv(env.AGENT_SOCKET, "an agent's")
+    for one in (made.get_eval_dataloader(), made.get_test_dataloader(DATA), made.get_eval_dataloader()):
+        assert not one.base_dataloader.persistent_workers
+
+
 def test_a_reporter_that_does_not_say_what_it_has_is_told_of(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
