@@ -31,6 +31,7 @@ import ckptless
 from ckptless.daemon.protocol.errors import UsageError
 from ckptless.pytorch_hooks import env
 from ckptless.pytorch_hooks.adapters.kept import Kept
+from ckptless.pytorch_hooks.adapters.lightning_checkpoints import Checkpoints
 from ckptless.pytorch_hooks.adapters.lightning_loggers import LOGGERS, Loggers
 from ckptless.pytorch_hooks.adapters.lightning_metrics import Metrics
 from ckptless.pytorch_hooks.adapters.workers import begin_anew
@@ -41,7 +42,9 @@ HOOKS: dict[type, str] = {
     "on_run_end done",
     training_epoch_loop._TrainingEpochLoop: "reset on_advance_end done global_step _should_accumulate",
     pl.Trainer: "_run_stage",
-    strategies.Strategy: "_configure_launcher process_dataloader",
+    callbacks.ModelCheckpoint: "file_exists",
+    strategies.Strategy: "_configure_launcher process_dataloader save_checkpoint remove_checkpoint "
+    "reduce_boolean_decision",
 }
 # What is read or set on objects, each by where a Trainer has it.
 ATTRIBUTES = {
@@ -111,6 +114,18 @@ class _Protecting:
         if self.fit is not None and self.fit.alone:
             return tensor
         return super().reduce(tensor, *args, **words)  # type: ignore[misc]
+
+    def save_checkpoint(self, checkpoint: Any, filepath: Any, *args: Any, **words: Any) -> None:
+        """As Lightning's; what has been written is known."""
+        super().save_checkpoint(checkpoint, filepath, *args, **words)  # type: ignore[misc]
+        if self.fit is not None and self.fit.checkpoints is not None:
+            self.fit.checkpoints.written(filepath)
+
+    def remove_checkpoint(self, filepath: Any) -> None:
+        """As `save_checkpoint`."""
+        super().remove_checkpoint(filepath)  # type: ignore[misc]
+        if self.fit is not None and self.fit.checkpoints is not None:
+            self.fit.checkpoints.removed(filepath)
 
     def process_dataloader(self, dataloader: object) -> object:
         """Have the training's loader go on where the step did."""
@@ -206,6 +221,7 @@ class _Fit:
         self._strategy = strategy
         self._metrics = Metrics(trainer)
         self._kept: Kept | None = None
+        self.checkpoints: Checkpoints | None = None
         # What hooks set in the Trainer as it trains, such as accumulate_grad_batches: as it was built.
         self._as_built: dict[str, Any] = {}
         self._saved: dict[str, Any] | None = None
@@ -264,6 +280,7 @@ class _Fit:
     def _build(self) -> ckptless.State:
         """Return what `fit` has set up; of a process that joins, all that comes before a batch, too."""
         self._as_built = _public(self.trainer)
+        self.checkpoints = Checkpoints(self.trainer)
         if self.alone:
             self._set_up_data()
         self._forward = vars(self.trainer.lightning_module).get("forward")
@@ -413,6 +430,7 @@ class _Fit:
         """Return where the loops are, and what metrics and callbacks have."""
         trainer = self.trainer
         assert self._kept is not None
+        assert self.checkpoints is not None
         told = {f"callback_{number}": one.state_dict() for number, one in enumerate(trainer.callbacks)}
         return {
             "loops": {
@@ -425,6 +443,7 @@ class _Fit:
             "callbacks": [
                 (_plain(one), state) for one, state in zip(trainer.callbacks, told.values(), strict=True)
             ],
+            "checkpoints": self.checkpoints.state_dict(),
             "kept": self._kept.state_dict(told),
             "data": None if trainer.datamodule is None else trainer.datamodule.state_dict(),
         }
@@ -442,6 +461,8 @@ class _Fit:
         _set_public(trainer, {**self._as_built, **saved["trainer"]})
         self._metrics.load_state_dict(saved["metrics"])
         assert self._kept is not None
+        assert self.checkpoints is not None
+        self.checkpoints.load_state_dict(saved["checkpoints"])
         self._kept.load_state_dict(saved["kept"])
         for one, (plain, state) in zip(trainer.callbacks, saved["callbacks"], strict=True):
             vars(one).update(plain)

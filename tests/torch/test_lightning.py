@@ -21,6 +21,7 @@ from lightning.pytorch.trainer.states import TrainerFn
 import ckptless.lightning
 from ckptless.daemon.protocol.errors import UsageError
 from ckptless.pytorch_hooks.adapters import lightning as adapter
+from ckptless.pytorch_hooks.adapters.lightning_checkpoints import Checkpoints
 from ckptless.pytorch_hooks.adapters.lightning_loggers import LOGGERS, Loggers, go_on, lines
 from ckptless.pytorch_hooks.adapters.lightning_metrics import Metrics
 
@@ -235,6 +236,43 @@ def test_what_hooks_set_in_a_trainer_is_of_the_step(lives: bool) -> None:
     made.gradient_clip_val = held = object()
     adapter._set_public(made, its)
     assert made.gradient_clip_val is held
+
+
+@pytest.mark.parametrize("joins", [False, True])
+@pytest.mark.parametrize("job", ["4711", "4712"])
+def test_a_checkpoint_of_a_step_that_was_cut_off_is_written_over(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, joins: bool, job: str
+) -> None:
+    """Not what was there before; and of another job's folder nothing."""
+
+    def begun() -> tuple[Any, Any, Checkpoints]:
+        one = pl.callbacks.ModelCheckpoint(tmp_path, save_last=True)
+        made = trainer(callbacks=[one], enable_checkpointing=True)
+        one.setup(made, made.lightning_module, "validate")
+        return made, one, Checkpoints(made)
+
+    def save(made: Any, one: Any, name: str) -> str:
+        wanted = [str(tmp_path / f"{name}{more}.ckpt") for more in ("", "-v1", "-v2", "-v3")]
+        chosen = next(path for path in wanted if not one.file_exists(path, made))
+        Path(chosen).touch()
+        return Path(chosen).name
+
+    monkeypatch.setenv("TORCHELASTIC_RUN_ID", "4711")
+    (tmp_path / "last.ckpt").touch()
+    made, one, checkpoints = begun()
+    assert save(made, one, "a") == "a.ckpt"
+    checkpoints.removed(tmp_path / "gone.ckpt")
+    saved = checkpoints.state_dict()
+    assert [save(made, one, name) for name in ("last", "a", "b")] == ["last-v1.ckpt", "a-v1.ckpt", "b.ckpt"]
+    monkeypatch.setenv("TORCHELASTIC_RUN_ID", job)
+    if joins or job != "4711":
+        made, one, checkpoints = begun()
+    checkpoints.load_state_dict(saved)
+    again = [save(made, one, name) for name in ("last", "a", "b", "b")]
+    if job == "4711":
+        assert again == ["last-v1.ckpt", "a-v1.ckpt", "b.ckpt", "b-v1.ckpt"]
+    else:
+        assert again == ["last-v2.ckpt", "a-v2.ckpt", "b-v1.ckpt", "b-v2.ckpt"]
 
 
 class Module(pl.LightningModule):
