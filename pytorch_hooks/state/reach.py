@@ -182,6 +182,8 @@ class Outside:
             train = train.func
         self.train, self._tell = None if train is None else inspect.unwrap(train), tell
         self._before: dict[str, Leaves] = {}
+        # By id, what somebody else looked at then.
+        self._others: frozenset[int] = frozenset()
         self._told: set[str] = set()
 
     def forget(self) -> None:
@@ -192,7 +194,8 @@ class Outside:
         """Look, at a commit, once `state` has. `loaders()`: by id, what somebody else looks at."""
         if len(self._told) >= TOLD or not state.is_whole:
             return
-        known = {**state.known(), **loaders()}
+        others = loaders()
+        known = {**state.known(), **others}
         roots: dict[str, Any] = dict(_variables(self.train, known))
         if self.train is not None:
             roots |= {f"the global {name}": value for name, value in _globals(self.train)}
@@ -203,8 +206,13 @@ class Outside:
             place: leaves(value, place, known) for place, value in roots.items() if place not in self._told
         }
         before, self._before = self._before, now
+        # A loader that has begun since: what it has, a dataset say, is not gone.
+        begun, self._others = others.keys() - self._others, frozenset(others)
+        known_then = {key: one for key, one in known.items() if key not in begun}
         for place in [place for place in now if place in before]:
             found = changed(before[place], now[place])
+            if found is not None and begun:
+                found = changed(before[place], leaves(roots[place], place, known_then))
             if found is not None and len(self._told) < TOLD:
                 self._told.add(place)
                 self._tell(

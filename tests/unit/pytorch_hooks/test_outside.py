@@ -81,6 +81,23 @@ def test_what_trains_beside_the_state_is_told_once(how: str) -> None:
         assert text.startswith("the local one"), text
 
 
+class Rows:
+    """A dataset."""
+
+    def __init__(self) -> None:
+        self.x, self.reads = torch.ones(2), 0
+
+
+@pytest.mark.parametrize(("changes", "told"), [(9, []), (1, ["reads"]), (2, ["reads"]), (4, [])])
+def test_a_dataset_whose_loader_begins_later_does_not_change(changes: int, told: list[str]) -> None:
+    held = Rows()
+    run = Watched(lambda: held)
+    for step in range(5):
+        held.reads += step == changes
+        run.commit(*([held] if step >= 2 else []))
+    assert [text.partition(" changes")[0].rpartition(".")[2] for text in run.told] == told
+
+
 def draws(run: Watched, how: str) -> None:
     """Draw from a generator that is the function's own."""
     torchs, pythons, numpys = torch.Generator(), random.Random(1), np.random.default_rng(1)
