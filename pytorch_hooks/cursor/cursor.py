@@ -11,6 +11,7 @@ batch. Where that was noticed, every process begins the epoch again, and all of 
 """
 
 import inspect
+import weakref
 from collections import deque
 from collections.abc import Callable, Container, Iterable, Iterator, Mapping
 from dataclasses import dataclass
@@ -320,6 +321,8 @@ class Cursor:
         self._tells: bool | None = None
         # What the next batch draws, of an iterator that was begun again in the middle of its epoch.
         self._again = DRAWS
+        # Loaders that were begun, and have generators of their own.
+        self._former: list[weakref.ref[Any]] = []
         # By id, of the samplers of a loader: the epoch that each had as an iterator was begun, or _SET.
         self._epochs: dict[int, Any] = {}
         # Of the newest epochs: what the loader's own generators were like as each began.
@@ -550,14 +553,19 @@ class Cursor:
             )
 
     def _tell_of_two(self, loader: Iterable[Any]) -> None:
-        """Tell where another loader goes on under this name: of one only the generators are kept."""
-        before = generators(self._source) if self._source is not None else []
-        own = generators(loader)
-        if (before or own) and {*map(id, before)} != {*map(id, own)} and self._source is not None:
+        """Tell where one with a generator of its own comes again after another one: whose is kept is not its.
+
+        One that is made anew for each epoch does not come again.
+        """
+        if not generators(loader):
+            return
+        self._former = [one for one in self._former if one() is not None]
+        if any(one() is loader for one in self._former):
             self._say(
-                "two loaders have one position, and at least one a generator of its own: after a fault it "
-                "could be given the other's random numbers. Give each a name: run.batches(..., name=...)"
+                "loaders take turns under one name, and one has a generator of its own: after a fault it "
+                "would not be where it was. Give each a name: run.batches(..., name=...)"
             )
+        self._former.append(weakref.ref(loader))
 
     def _say(self, text: str) -> None:
         if not self._told:

@@ -471,14 +471,23 @@ def test_a_generator_that_the_state_has_too(at: int) -> None:
     assert run(at) == run(0)
 
 
-def test_two_loaders_with_a_generator_each_that_have_one_position_are_told_of() -> None:
+def test_loaders_with_generators_that_take_turns_under_one_name_are_told_of() -> None:
     told: list[str] = []
     cursor = Cursor(tell=told.append)
-    first, second = (DataLoader(Augmented(False), generator=torch.Generator()) for _ in range(2))
-    for loader, count in ((first, 0), (first, 0), (second, 1), (first, 1)):
+    held = [DataLoader(Augmented(False), generator=torch.Generator()) for _ in range(2)]
+    for loader, count in ((held[0], 0), (held[0], 0), (held[1], 0), (held[0], 1)):
         assert len([*cursor.batches(loader)]) == len(loader)
         assert len(told) == count
-    assert told[0].startswith("two loaders have one position, and at least one a generator of its own")
+    assert told[0].startswith("loaders take turns under one name, and one has a generator of its own")
+
+
+def test_a_loader_that_is_made_anew_for_each_epoch_is_not_told_of() -> None:
+    told: list[str] = []
+    cursor = Cursor(tell=told.append)
+    for epoch in range(4):
+        made = torch.Generator().manual_seed(epoch)
+        assert [*cursor.batches(DataLoader(Augmented(False), shuffle=True, generator=made))]
+    assert not told
 
 
 class Noisy(Dataset[torch.Tensor]):
