@@ -19,8 +19,9 @@ import xxhash
 from ckptless.daemon.protocol.errors import UsageError
 from ckptless.pytorch_hooks.elastic.sums import Flats, Packing, Share, Sum, add, gather_single
 from ckptless.pytorch_hooks.elastic.tree import Node, block, fold
-from ckptless.pytorch_hooks.state import State, gradients, private, rng
+from ckptless.pytorch_hooks.state import State, gradients, private, reach, rng
 from ckptless.pytorch_hooks.state.objects import every_parameter, parts_of, tree_of
+from ckptless.pytorch_hooks.state.second_look import is_due
 from ckptless.pytorch_hooks.state.walk import shown
 from ckptless.pytorch_hooks.torch_private import ddp as torch_ddp
 
@@ -100,6 +101,9 @@ class ExactSteps:
             for prefix, module in tree_of(state).modules()
             if private.buffers_of(module) or isinstance(module, torch.nn.SyncBatchNorm)
         ]
+        # Of the script's own classes; looked at now and then.
+        self._own = [(at, one) for at, one in tree_of(state).modules() if reach.is_looked_into(one)]
+        self._looks = 0
         generators = parts_of(state).generators.items()
         self._generators = [(name, one) for name, one in generators if not _is_torchs(one)]
 
@@ -177,11 +181,14 @@ class ExactSteps:
         at = self._next_call()
         for number, (part, weight) in zip(self.virtual_ranks, parts, strict=True):
             rng.seed(xxhash.xxh3_64_intdigest(struct.pack("<qqqq", self._how.seed, *at, number)))
+            self._looks += 1
+            numbers = self._numbers() if is_due(self._looks) else {}
             versions, states = self._versions(), self._drawn()
             loss = _checked(forward(part)) * weight
             (loss if scaler is None else scaler.scale(loss)).backward()
             self._check_buffers(versions)
             self._check_drawn(states)
+            self._check_numbers(numbers)
             found = [parameter.grad for parameter in parameters]
             if any(grad is not None and grad.layout != torch.strided for grad in found):
                 raise UsageError("exact.step adds up no sparse gradients: take sparse=False in embeddings")
@@ -278,6 +285,24 @@ class ExactSteps:
         for prefix, module in self._watched:
             for key, one in private.buffers_of(module).items():
                 yield shown(f"b:{prefix}{key}"), one
+
+    def _numbers(self) -> dict[str, str]:
+        """Return by place the fractions that modules of the script's have as attributes, in digits."""
+        return {
+            f"{shown(f'm:{prefix}')}.{key}": repr(value)
+            for prefix, module in self._own
+            for key, value in vars(module).items()
+            if type(value) is float
+        }
+
+    def _check_numbers(self, before: dict[str, str]) -> None:
+        """Raise UsageError where a virtual rank has left a temperature, or an average, for the next one."""
+        now = self._numbers() if before else {}
+        for name in (name for name, value in now.items() if before.get(name, value) != value):
+            raise UsageError(
+                f"{name} is a number that the forward or backward pass changes: what it is would depend on "
+                "which virtual ranks this rank has: change it between steps, outside of `run.exact.step`"
+            )
 
     def _drawn(self) -> list[torch.Tensor]:
         """Return where the State's own random generators are."""

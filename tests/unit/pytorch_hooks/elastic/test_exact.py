@@ -191,6 +191,25 @@ def test_a_generator_that_parts_draw_from_is_refused() -> None:
     assert grads(net) == [None] * len(list(net.parameters()))
 
 
+class Warms(nn.Module):
+    """Counts what it has been given, which is nobody's business; and may cool down as it is used."""
+
+    def __init__(self, by: float) -> None:
+        super().__init__()
+        self.calls, self.tau, self.nothing, self._by = 0, 1.0, float("nan"), by
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        self.calls, self.tau = self.calls + 1, self.tau * self._by
+        return x * self.tau
+
+
+def test_a_fraction_that_a_forward_pass_changes_is_refused() -> None:
+    kept, cools = model(Warms(1.0)), model(Warms(0.99))
+    steps(kept).step(parts(), mean_of(kept))
+    with pytest.raises(UsageError, match=r"\.tau is a number that the forward or backward pass changes"):
+        steps(cools).step(parts(), mean_of(cools))
+
+
 @pytest.mark.parametrize("norm", [nn.BatchNorm1d(5).eval(), nn.BatchNorm1d(5, track_running_stats=False)])
 def test_batch_norm_that_keeps_nothing_is_taken(norm: nn.Module) -> None:
     net = model(norm)
