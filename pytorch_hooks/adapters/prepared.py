@@ -73,7 +73,7 @@ class Prepared:
         self.run: Any = None
         # Batches of the epoch that is under way.
         self.done = 0
-        # Whether this process has begun an epoch.
+        # Whether an epoch has begun, in this process or before what it was given.
         self._begun = False
         self._loader = loader
         self._rest: Iterator[Any] = iter(())
@@ -101,7 +101,9 @@ class Prepared:
         """Go there. A process that lives has drawn its order, and `run.batches` has it."""
         self.done = saved["done"]
         self._loader.set_epoch(saved["iteration"])
-        if saved["shuffles"] is not None and not self._begun:
+        if saved["shuffles"] is None:
+            self._begun = True
+        elif not self._begun:
             self._loader.synchronized_generator.set_state(saved["shuffles"])
 
     def __getattr__(self, name: str) -> Any:

@@ -94,6 +94,21 @@ def test_a_second_loader_may_be_gone_through_between_steps_and_not_beside_them()
         list(beside)
 
 
+def test_a_new_process_says_of_a_loader_what_it_was_given() -> None:
+    """Else its State would not be as it was at the step, where the loop goes on, and that would be told."""
+    accelerator = Accelerator(cpu=True)
+    first, second = (Prepared(accelerator.prepare(loader())) for _ in range(2))
+    first.run = SimpleNamespace(batches=iter)
+    for one in (first, second):
+        # As where there are several ranks.
+        one._loader.synchronized_generator = torch.Generator()
+    assert first.state_dict()["shuffles"] is not None
+    next(iter(first))
+    saved = first.state_dict()
+    second.load_state_dict(saved)
+    assert second.state_dict() == saved
+
+
 def test_batches_that_are_skipped_past_it_are_refused() -> None:
     accelerator, model, first = prepared()
     second = accelerator.prepare(loader())
