@@ -30,6 +30,8 @@ DEPTH = 12
 _SMALL = 256
 # Bytes of a tensor up to which a copy of them is had sooner than a view.
 _COPIED = 16 << 10
+# As many back a recovery may go, and one that is under way.
+CAPTURES = 4
 MANY = 10_000
 """Items of a container up to which it is seen that one of them has changed."""
 _PLAIN = (bool, int, float, complex, str, bytes, type(None))
@@ -54,16 +56,34 @@ class Attributes:
         self._left_alone = left_alone or {}
         self._built: dict[str, dict[str, bytes]] = {}
         self._changed: dict[str, set[str]] = {}
-        # How each attribute looked when it was packed last, and what that gave.
-        self._packed: dict[str, dict[str, tuple[Any, bytes | None]]] = {}
+        # How each attribute looked when it was packed last, what that gave, and the things in it (`_tree`).
+        self._packed: dict[str, dict[str, tuple[Any, bytes | None, list[Any]]]] = {}
         # Those that had changed the last time: they are packed without a look, which would take as long.
         self._lively: dict[str, set[str]] = {}
+        # Of each attribute as it was built, and of the newest captures: what was packed, and the things then.
+        self._stood: dict[tuple[str, str], deque[tuple[bytes, list[Any]]]] = {}
 
     def begin(self, names: Callable[[], Mapping[int, str]]) -> None:
         """Remember what was built, the first time; `names` are those of tensors that are saved elsewhere."""
         for name, one in self.holders.items():
             if name not in self._built:
                 self._built[name], self._changed[name] = self._pack(name, one, names()), set()
+                self._note(name, self._built[name])
+
+    def _note(self, name: str, those: dict[str, bytes]) -> None:
+        """Remember which objects these attributes have just now: they are put back into the same ones."""
+        for key, data in those.items():
+            stood = self._stood.setdefault((name, key), deque())
+            stood.append((data, self._packed[name][key][2]))
+            if len(stood) > 1 + CAPTURES:
+                # Not the first one, which was built.
+                del stood[1]
+
+    def _put(self, name: str, key: str, data: bytes, tensors: Mapping[str, torch.Tensor]) -> None:
+        """Set an attribute to what was packed, in the objects that stood there then, if that was here."""
+        stood = self._stood.get((name, key), ())
+        there = next((things for known, things in reversed(stood) if known == data), None)
+        put(self.holders[name], key, data, tensors, there)
 
     def _pack(self, name: str, one: Any, names: Mapping[int, str]) -> dict[str, bytes]:
         """Pack all attributes that can be packed; what looks as it did is not packed again."""
@@ -73,25 +93,29 @@ class Attributes:
         for key, value in own(one):
             if key in but or not (only is None or key in only):
                 continue
-            looked, before = known.get(key, (None, None))
-            data = packed(value, names) if key in lively else None
+            looked, before, _objects = known.get(key, (None, None, []))
+            things: list[Any] = []
+            data = packed(value, names, things) if key in lively else None
             if data is not None and data != before:
-                known[key] = None, data
+                known[key] = None, data, things
                 continue
             lively.discard(key)
             now = look_at(value, names)
             if now != looked:
                 if looked is not None:
                     lively.add(key)
-                known[key] = now, data or packed(value, names)
+                if data is None:
+                    things = []
+                    data = packed(value, names, things)
+                known[key] = now, data, things
         living = dict(fields(one))
-        return {key: data for key, (_look, data) in known.items() if data is not None and key in living}
+        return {key: data for key, (_look, data, _) in known.items() if data is not None and key in living}
 
     def check_large(self, names: Mapping[int, str]) -> None:
         """Raise UsageError where something has changed that is too large to be looked at in each commit."""
         for name, one in self.holders.items():
             for key, value in own(one):
-                found, before = self._packed.get(name, {}).get(key, (None, None))
+                found, before, _things = self._packed.get(name, {}).get(key, (None, None, []))
                 if before is None or not _is_large(value, 0) or found != look_at(value, names):
                     continue
                 if packed(value, names) != before:
@@ -137,6 +161,7 @@ class Attributes:
                     f"{LIMIT} are the limit: keep large tensors in an optimizer's state or in a module"
                 )
             saved[name] = kept, sorted(covered)
+            self._note(name, kept)
         return saved
 
     def restore(self, saved: Saved, tensors: Mapping[str, torch.Tensor], names: Mapping[int, str]) -> None:
@@ -153,11 +178,11 @@ class Attributes:
                 self._changed[name].update(k for k, v in now.items() if built.get(k) != v)
             for key in self._changed[name] - kept.keys() - set(covered):
                 if key in built:
-                    put(one, key, built[key], tensors)
+                    self._put(name, key, built[key], tensors)
                 elif key in dict(fields(one)):  # Its class may have one, too.
                     object.__delattr__(one, key)
             for key, value in kept.items():
-                put(one, key, value, tensors)
+                self._put(name, key, value, tensors)
             # Of a module only those are looked at.
             watched = self._changed[name] if isinstance(one, torch.nn.Module) else set()
             self._changed[name] = {*watched, *kept, *covered}
@@ -236,10 +261,13 @@ def set_generator(living: Any, state: Any) -> None:
         bits.set_state(state)
 
 
-def packed(value: Any, names: Mapping[int, str]) -> bytes | None:
-    """Pack plain data or tensors by `codec`; None for an object: `hidden` says whether it has tensors."""
+def packed(value: Any, names: Mapping[int, str], things: list[Any] | None = None) -> bytes | None:
+    """Pack plain data or tensors by `codec`; None for an object: `hidden` says whether it has tensors.
+
+    `things`: see `_tree`.
+    """
     try:
-        return codec.pack(_tree(value, names))
+        return codec.pack(_tree(value, names, things))
     except UsageError:
         return None
 
@@ -346,21 +374,27 @@ def short(key: object) -> str:
     return repr(key) if isinstance(key, (str, int)) else type(key).__name__
 
 
-def _tree(value: Any, names: Mapping[int, str], depth: int = 0) -> Any:
-    """The same as a tree that `codec` packs, with the names of tensors that are saved elsewhere."""
+def _tree(value: Any, names: Mapping[int, str], things: list[Any] | None = None, depth: int = 0) -> Any:
+    """The same as a tree that `codec` packs, with the names of tensors that are saved elsewhere.
+
+    What can be written to in it is added to `things`, in the order in which `merge` comes by it.
+    """
     if depth > DEPTH:
         raise UsageError("nested too deep")
-    if isinstance(value, torch.Tensor):
-        known = names.get(id(value))
-        return Ref(known) if known is not None else value
+    if isinstance(value, torch.Tensor) and (known := names.get(id(value))) is not None:
+        return Ref(known)
+    if things is not None and _is_thing(value):
+        things.append(value)
     if isinstance(value, (list, tuple)) and codec.are_plain(value):
         return [*value] if isinstance(value, list) else value
     if isinstance(value, dict):
-        return {_tree(k, names, depth + 1): _tree(v, names, depth + 1) for k, v in value.items()}
+        return {
+            _tree(k, names, None, depth + 1): _tree(v, names, things, depth + 1) for k, v in value.items()
+        }
     if isinstance(value, deque):
-        return deque((_tree(v, names, depth + 1) for v in value), value.maxlen)
+        return deque((_tree(v, names, things, depth + 1) for v in value), value.maxlen)
     if isinstance(value, list) or type(value) is tuple:
-        made = [_tree(v, names, depth + 1) for v in value]
+        made = [_tree(v, names, things, depth + 1) for v in value]
         return made if isinstance(value, list) else tuple(made)
     return value
 
@@ -370,11 +404,20 @@ def _told(state: Any, names: Mapping[int, str]) -> set[bytes | None]:
     return {packed(value, names) for value in (state, *(state.values() if isinstance(state, dict) else ()))}
 
 
-def put(one: Any, key: str, value: bytes, tensors: Mapping[str, torch.Tensor]) -> None:
-    """Set an attribute to what was packed; in place where it fits. RecoveryError."""
+def put(
+    one: Any,
+    key: str,
+    value: bytes,
+    tensors: Mapping[str, torch.Tensor],
+    stood: Iterable[Any] | None = None,
+) -> None:
+    """Set an attribute to what was packed; in place where it fits. RecoveryError.
+
+    `stood`: the objects that it had then, as `_tree` gave them; they are written to, whatever there is now.
+    """
     living = dict(fields(one)).get(key)
     try:
-        made = merge(living, codec.unpack(value), tensors)
+        made = merge(living, codec.unpack(value), tensors, stood=None if stood is None else iter(stood))
     except KeyError as error:
         raise RecoveryError(f"the attribute {key} has the tensor {error}, which is not here") from error
     # Not by the object's own __setattr__, nor by a module's.
@@ -390,27 +433,35 @@ def merge(
     saved: Any,
     tensors: Mapping[str, torch.Tensor],
     may: Callable[[Any], bool] = lambda _living: True,
+    stood: Iterator[Any] | None = None,
 ) -> Any:
     """Put what was saved into the living containers and tensors where it fits: others may hold on to them.
 
-    Only in those that `may` be written to.
+    Only in those that `may` be written to. `stood`: in these in the place of the living ones, in this order.
     """
     if type(saved) is Ref:
         return tensors[saved.name]
+    if stood is not None and _is_thing(saved):
+        living = next(stood, None)
     into = living if _fits(living, saved) and may(living) else None
     if isinstance(saved, dict):
         old = {} if into is None else into
         pairs = [(_key(k, tensors), v) for k, v in saved.items()]
-        made = {k: merge(old.get(k), v, tensors, may) for k, v in pairs}
+        made = {k: merge(old.get(k), v, tensors, may, stood) for k, v in pairs}
         return type(saved)(made) if into is None else _refill(into, made)
     if isinstance(saved, (list, tuple, deque)):
         before = [] if into is None else list(into)
         before += [None] * (len(saved) - len(before))
-        items = [merge(b, s, tensors, may) for b, s in zip(before, saved, strict=False)]
+        items = [merge(b, s, tensors, may, stood) for b, s in zip(before, saved, strict=False)]
         if isinstance(into, (list, deque)):
             return _refill(into, items)
         return deque(items, saved.maxlen) if isinstance(saved, deque) else type(saved)(items)
     return saved if into is None else _write(into, saved)
+
+
+def _is_thing(value: Any) -> bool:
+    """Whether it is what can be written to: another object with the same content is another thing."""
+    return isinstance(value, (torch.Tensor, list, dict, deque, set)) or is_array(value)
 
 
 def _write(living: Any, saved: Any) -> Any:

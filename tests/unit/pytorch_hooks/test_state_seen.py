@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import io
 import random
-from collections import defaultdict
+from collections import defaultdict, deque
 from collections.abc import Callable
 from typing import Any
 
@@ -158,6 +158,43 @@ def test_what_changes_comes_back_and_what_does_not_is_left_alone() -> None:
     assert (own.t, own.seen, own.device) == (0, {}, "cuda:0")
     assert torch.equal(tensor, torch.zeros(2))
     assert not hasattr(own, "late")
+
+
+@pytest.mark.parametrize("built", [0, 2])
+def test_what_moves_through_a_list_is_not_written_over(built: int) -> None:
+    """What stands in a place now may be a dataset's; at the commit another one stood there."""
+    data = [torch.full((2,), float(n)) for n in range(5)]
+    rows = [[n] for n in range(5)]
+    state, own = optimizer_with(window=data[:built], rows=deque(rows[:built]), newest=data[0])
+    capture(state, 0)
+    found = []
+    for step in range(1, 3):
+        own.window[:], own.newest = data[step : step + 2], data[step]
+        own.rows.extend(rows[step : step + 2])
+        found.append(capture(state, step))
+    for at, record in ((2, found[1]), (1, found[0])):
+        own.window[:], own.newest = data[3:5], data[4]
+        own.rows.rotate()
+        restore(record, state)
+        assert [one.tolist() for one in own.window] == [[float(n)] * 2 for n in (at, at + 1)]
+        assert own.newest.tolist() == [float(at)] * 2
+        assert [row for row in own.rows][-2:] == [[at], [at + 1]]
+    assert [one[0].item() for one in data] == [0.0, 1.0, 2.0, 3.0, 4.0]
+    assert rows == [[n] for n in range(5)]
+    # The very ones, as others may have them.
+    assert own.window[0] is data[1]
+    assert own.newest is data[1]
+
+
+def test_what_moves_for_the_first_time_in_the_step_that_is_cut_off_is_not_written_over() -> None:
+    data = [torch.full((2,), float(n)) for n in range(3)]
+    state, own = optimizer_with(window=data[:2])
+    record = capture(state, 0)
+    own.window[:] = data[1:]
+    restore(record, state)
+    assert own.window[0] is data[0]
+    assert own.window[1] is data[1]
+    assert [one[0].item() for one in data] == [0.0, 1.0, 2.0]
 
 
 def test_views_made_without_gradients_are_put_back_and_saved_again() -> None:
