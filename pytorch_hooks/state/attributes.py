@@ -35,6 +35,7 @@ CAPTURES = 4
 MANY = 10_000
 """Items of a container up to which it is seen that one of them has changed."""
 _PLAIN = (bool, int, float, complex, str, bytes, type(None))
+_LISTS = (list, tuple, deque)
 
 Saved = dict[str, tuple[dict[str, bytes], list[str]]]
 """Of each object by name: its changed attributes, packed, and those that `load_state_dict` brings back."""
@@ -397,6 +398,16 @@ def _tree(value: Any, names: Mapping[int, str], things: list[Any] | None = None,
         made = [_tree(v, names, things, depth + 1) for v in value]
         return made if isinstance(value, list) else tuple(made)
     return value
+
+
+def things_in(value: Any) -> list[Any]:
+    """Return what can be written to in plain data, in the order in which `merge` comes by it."""
+    found = [value] if _is_thing(value) else []
+    items = value.values() if isinstance(value, dict) else value if isinstance(value, _LISTS) else ()
+    if not codec.are_plain(items):
+        for item in items:
+            found += things_in(item)
+    return found
 
 
 def _told(state: Any, names: Mapping[int, str]) -> set[bytes | None]:

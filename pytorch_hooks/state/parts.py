@@ -35,9 +35,25 @@ class Parts:
     # Plain data as it was given, and by id what can be changed in place there: others may have it, too.
     given: dict[str, Any] = field(default_factory=dict)
     own: dict[int, Any] = field(default_factory=dict)
+    # Of plain data with more in it than numbers: what was packed at the newest commits, and the things then.
+    stood: dict[str, deque[tuple[bytes, list[Any]]]] = field(default_factory=dict)
 
-    def put_back(self, name: str, saved: Any) -> None:
-        """Set plain data to what was saved, in the very objects that were given."""
+    def pack_data(self) -> dict[str, bytes]:
+        """Pack plain data, for a record. UsageError."""
+        found = {name: codec.pack(value, name=f"state.{name}") for name, value in self.data.items()}
+        for name, stood in self.stood.items():
+            stood.append((found[name], attributes.things_in(self.data[name])))
+        return found
+
+    def put_back(self, name: str, packed: bytes, saved: Any) -> None:
+        """Set plain data to what was saved, in the objects that it had then, or else in those given first.
+
+        `packed`: the same, as `pack_data` gave it.
+        """
+        for known, things in reversed(self.stood.get(name, ())):
+            if known == packed:
+                self.data[name] = attributes.merge(None, saved, {}, stood=iter(things))
+                return
         used: set[int] = set()
 
         def may(living: Any) -> bool:
@@ -63,6 +79,8 @@ def take_apart(roles: dict[str, Any], extra: dict[str, Any]) -> Parts:
                 raise UsageError(f"{error}: {_PLAIN}") from None
             parts.data[name] = parts.given[name] = value
             parts.own.update(_inside(value))
+            if len(attributes.things_in(value)) > 1:
+                parts.stood[name] = deque(maxlen=attributes.CAPTURES)
     for name, value in objects.items():
         role = name.partition("[")[0]
         if not _add(parts, name, value) or not _fits(role, parts, name, value):

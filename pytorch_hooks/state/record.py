@@ -166,7 +166,7 @@ def draft(
             for name, one in parts.optimizers.items()
         },
         objects=objects,
-        data={name: codec.pack(value, name=f"state.{name}") for name, value in parts.data.items()},
+        data=parts.pack_data(),
         attributes=attributes_of(state).capture(lambda: tensors.names, states),
         extra={
             prefix: codec.pack(private.extra_state_of(module), name=f"state.{prefix}get_extra_state()")
@@ -287,7 +287,7 @@ def restore(data: bytes | bytearray | memoryview, state: State) -> RecordView:
     for name, optimizer in parts.optimizers.items():
         optim.join(name, saved[name], optimizer)
     for name, value in plain.items():
-        parts.put_back(name, value)
+        parts.put_back(name, record.data[name], value)
     _restore_attributes(record, state)
     # Last: anything above may have drawn a number.
     rng.restore(generators)

@@ -186,6 +186,22 @@ def test_what_moves_through_a_list_is_not_written_over(built: int) -> None:
     assert own.newest is data[1]
 
 
+def test_plain_data_that_moves_is_not_written_over() -> None:
+    data = [torch.full((2,), float(n)) for n in range(4)]
+    state = State(model=nn.Linear(2, 2), window=data[:2])
+    window = state.window
+    first = capture(state, 0)
+    window[:] = data[1:3]
+    second = capture(state, 1)
+    window[:] = data[2:]
+    for at, record in ((1, second), (0, first)):
+        restore(record, state)
+        assert state.window is window
+        assert window[0] is data[at]
+        assert window[1] is data[at + 1]
+    assert [one[0].item() for one in data] == [0.0, 1.0, 2.0, 3.0]
+
+
 def test_what_moves_for_the_first_time_in_the_step_that_is_cut_off_is_not_written_over() -> None:
     data = [torch.full((2,), float(n)) for n in range(3)]
     state, own = optimizer_with(window=data[:2])
