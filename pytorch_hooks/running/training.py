@@ -761,9 +761,9 @@ class Run:
         """Raise UsageError in a thread that takes batches ahead: the next commit would count them as done."""
         if threading.get_ident() != self._thread:
             raise UsageError(
-                "run.batches was asked for a batch by another thread than run.keep: what is taken ahead of "
-                "the training would be lost with a fault, so take batches where you train; the workers of a "
-                "DataLoader make them ahead"
+                "run.batches was asked for a batch by another thread than run.keep, and what is taken ahead "
+                "of the training would be lost with a fault: take batches where you train, and let the "
+                "workers of a DataLoader make them ahead"
             )
 
     def _drawn(self) -> list[torch.Tensor]:
