@@ -20,7 +20,8 @@ def watch(accelerator: Any, loader: Any) -> None:
     _lay_over()
     _KEPT.add(accelerator)
     for sampler in (getattr(loader, "batch_sampler", None), getattr(loader, "sampler", None)):
-        if sampler is not None:
+        # A script may give a list, which is known by no other name than its own.
+        if sampler is not None and not isinstance(sampler, (list, tuple)):
             _KEPT.add(sampler)
 
 

@@ -2,21 +2,21 @@
 
 from __future__ import annotations
 
+import logging
 from typing import Any
 
-from torch.utils.data import DataLoader
-
 from ckptless.pytorch_hooks import env
+from ckptless.pytorch_hooks.cursor.loader_state import begin_with_new_workers
+
+logger = logging.getLogger(__name__)
 
 
 def begin_anew(loader: Any) -> Any:
     """Have a loader begin with new workers each time that it is gone through; return it.
 
-    With `persistent_workers` a process draws a seed for them once, and a new process once more: from there on
-    all that it draws is another. Without an agent nothing.
+    As `run.batches` does with the loader of the training. Without an agent nothing is changed.
     """
     within = getattr(loader, "base_dataloader", loader)
-    if isinstance(within, DataLoader) and within.persistent_workers and env.read().agent_socket is not None:
-        # As `run.batches` does with that of the training; a DataLoader itself refuses to have it changed.
-        object.__setattr__(within, "persistent_workers", False)
+    if env.read().agent_socket is not None and begin_with_new_workers(within):
+        logger.info("persistent_workers of a loader beside the training's is ignored")
     return loader

@@ -552,10 +552,10 @@ class Cursor:
                 "load_state_dict"
             )
 
-    def _tell_of_two(self, loader: Iterable[Any]) -> None:
-        """Tell where one with a generator of its own comes again after another one: whose is kept is not its.
+    def _tell_of_turns(self, loader: Iterable[Any]) -> None:
+        """Tell where a loader with a generator of its own comes again after another: it has not been kept.
 
-        One that is made anew for each epoch does not come again.
+        A loader that is made anew for each epoch does not come again.
         """
         if not generators(loader):
             return
@@ -583,7 +583,7 @@ class Cursor:
         self._taken.clear()
         self._again = DRAWS
         if self._source is not loader:
-            self._tell_of_two(loader)
+            self._tell_of_turns(loader)
             self._tells = None
             self._kept = LoaderState(loader, self._shared)
             self._epochs = {}

@@ -43,6 +43,19 @@ def drawn(loader: Any) -> list[Any]:
     return [one.get_state() for one in generators(loader)]
 
 
+def begin_with_new_workers(loader: Any) -> bool:
+    """Have a DataLoader begin each time with new workers; whether it would have kept them.
+
+    Those that go on from epoch to epoch have random numbers that nobody could give to new ones, and are given
+    a seed once, which a new process draws once more.
+    """
+    keeps = isinstance(loader, DataLoader) and bool(loader.num_workers) and loader.persistent_workers
+    if keeps:
+        # It refuses itself to have that changed.
+        object.__setattr__(loader, "persistent_workers", False)
+    return keeps
+
+
 def redraw(loader: Any, states: list[Any]) -> None:
     """Put back what `drawn` gave. ProtocolError where it is another loader's."""
     own = generators(loader)

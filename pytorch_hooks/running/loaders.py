@@ -7,12 +7,11 @@ from collections.abc import Callable, Container, Iterable, Iterator
 from functools import partial
 from typing import TYPE_CHECKING, Any
 
-from torch.utils.data import DataLoader
-
 from ckptless.daemon.protocol import messages as m
 from ckptless.daemon.protocol.errors import UsageError
 from ckptless.pytorch_hooks.agent_session.session import Session
 from ckptless.pytorch_hooks.cursor import KNOWS_ALL, Cursors, Knows
+from ckptless.pytorch_hooks.cursor.loader_state import begin_with_new_workers
 from ckptless.pytorch_hooks.elastic.exact import Exact
 
 if TYPE_CHECKING:
@@ -77,9 +76,7 @@ class Loaders:
             self.exact.deal(loader)
         if self._most_ranks:
             _check_elastic(loader, self._most_ranks)
-        if isinstance(loader, DataLoader) and loader.num_workers and loader.persistent_workers:
-            # Its workers' random numbers would go on from epoch to epoch: nobody could give them to new ones.
-            object.__setattr__(loader, "persistent_workers", False)
+        if begin_with_new_workers(loader):
             self._tell("workers-anew", "persistent_workers is ignored: each epoch begins with new workers")
         if hasattr(loader, "feed_from"):
             self._feed(loader, name)

@@ -127,10 +127,10 @@ class Run:
         self._telling: DeviceNumber | None = None
         self._told_many = False
         # Generators as at a commit, until the next batch; whether it was told that they were moved between.
-        self._told_draws = False
-        # Which one trains.
-        self._thread = threading.get_ident()
         self._random_at: list[torch.Tensor] | None = None
+        self._told_draws = False
+        # The thread that called `keep`.
+        self._thread = threading.get_ident()
         self._versions = Versions(session, lasts=groups.lasts)
         self._copying = Copying(self._versions, overlap, partial(self._warn, "overlap-off"))
         self._part: m.Assigned | None = None

@@ -268,7 +268,7 @@ def train(run):
             raised.append(error)
     thread = threading.Thread(target=ahead)
     thread.start()
-    thread.join()
+    thread.join(60)
     raise raised[0]
 
 ckptless.run(train)

@@ -29,6 +29,7 @@ import ckptless.accelerate
 from ckptless.daemon.protocol.errors import UsageError
 from ckptless.pytorch_hooks import env
 from ckptless.pytorch_hooks.adapters import accelerate as adapter
+from ckptless.pytorch_hooks.adapters.accelerate_refusals import watch
 from ckptless.pytorch_hooks.adapters.prepared import HOOKS, LOOP, Prepared
 from ckptless.pytorch_hooks.errors import CarriedError
 
@@ -120,6 +121,12 @@ def test_batches_that_are_skipped_past_it_are_refused() -> None:
                 CarriedError, match="leave it out, and loop over the loader that keep returns"
             ):
                 skip(one, 1)
+
+
+@pytest.mark.parametrize("how", [{"sampler": [3, 1, 2, 0]}, {"batch_sampler": [[3, 1], [2, 0]]}])
+def test_a_sampler_that_is_a_list_is_taken(how: dict[str, Any]) -> None:
+    """No weak reference can be had of one."""
+    watch(Accelerator(cpu=True), torch.utils.data.DataLoader(DATA, **how))
 
 
 def test_other_loaders_begin_with_new_workers(monkeypatch: pytest.MonkeyPatch) -> None:

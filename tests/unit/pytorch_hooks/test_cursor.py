@@ -987,7 +987,7 @@ def evaluates(cursors: Cursors) -> Iterator[tuple[str, int]]:
 
 
 def stops_early(cursors: Cursors) -> Iterator[tuple[str, int]]:
-    """Before its last epoch, behind one; and goes on to another loader."""
+    """Leaves the loop over epochs before its last one, and goes on to another loader."""
     for epoch in range(cursors.epoch, 9):
         yield from (("", batch) for batch in cursors.batches([1, 2], 1, ""))
         if epoch >= 2:
@@ -1051,7 +1051,8 @@ def test_a_loop_over_epochs_that_was_left_before_its_last_one_is_over() -> None:
     def in_thread(cursors: Cursors, count: int = 99) -> list[tuple[tuple[str, int], Any]]:
         thread = threading.Thread(target=train, args=(cursors, count))
         thread.start()
-        thread.join()
+        thread.join(60)
+        assert not thread.is_alive()
         return found[-1]
 
     want = [one for one, _saved in in_thread(Cursors())]
