@@ -6,7 +6,6 @@ writes comes as copies of versions in memfds: training goes on over it, and may 
 
 import mmap
 import os
-import signal
 import socket
 from collections.abc import Iterator
 from pathlib import Path
@@ -41,9 +40,6 @@ def main() -> None:
     """Entry point."""
     os.nice(NICE)
     Path("/proc/self/comm").write_text(PROCESS_NAME)
-    # Slurm signals all there is in the step, at a time limit, too: what is begun is to be ended.
-    for word in ("TERM", "INT", "HUP", "QUIT", "USR1", "USR2"):
-        signal.signal(signal.Signals[f"SIG{word}"], signal.SIG_IGN)
     torch.set_num_threads(1)
     name = env.read().agent_socket
     if name is None:

@@ -35,7 +35,8 @@ from ckptless.pytorch_hooks.state import raw
 
 MAGIC = b"CKPT"
 APART_MAGIC = b"CKBT"
-VERSION = 1
+VERSION = 2
+"""Raised also where what adapters or loaders put into a record changes: a saved step outlives an upgrade."""
 LIMIT = 64 << 20
 """Bytes that one encoded tree may have at most, unless the caller says otherwise."""
 PAYLOAD_LIMIT = 2 << 30

@@ -11,6 +11,7 @@ import sys
 import textwrap
 import time
 from collections.abc import Awaitable, Callable, Iterator, Mapping
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -19,6 +20,7 @@ import pytest
 from ckptless.daemon.agent.ranks import processes
 from ckptless.daemon.agent.ranks.prctl import set_child_subreaper
 from ckptless.daemon.agent.ranks.processes import SPAWN_DEADLINE_S, Process, SpawnSpec, Zygote
+from ckptless.daemon.agent.ranks.zygote import QUIET_S
 from ckptless.daemon.protocol.errors import PeerError, UsageError
 
 DEADLINE_S = 60.0  # torch is imported more than once, on a machine that may have much else to do
@@ -285,6 +287,43 @@ def test_deaths_are_seen_in_their_order_and_kill_after_death_is_nothing(
 
     as_agent(events, body)
     assert events == []
+
+
+@pytest.mark.parametrize("ahead", [False, True])
+def test_a_signal_that_comes_before_the_program_begins_is_kept(
+    tmp_path: Path, events: list[tuple[str, str]], *, ahead: bool
+) -> None:
+    """An agent that ends its ranks would wait for such a process as long as for one that handles SIGTERM."""
+    path = script(tmp_path, "import time; time.sleep(600)")
+
+    async def body(zygote: Logging) -> None:
+        for number in [signal.SIGTERM, signal.SIGHUP] * 5:
+            if ahead and number is signal.SIGHUP:
+                await asyncio.sleep(2 * QUIET_S)  # in quiet times only there is one
+            process = await zygote.spawn(spec(tmp_path, path))
+            process.kill(number)
+            async with asyncio.timeout(10.0):
+                assert await process.wait() == -number
+
+    as_agent(events, body, ahead=ahead)
+
+
+def test_a_deaf_process_outlives_what_slurm_sends_to_all(
+    tmp_path: Path, events: list[tuple[str, str]]
+) -> None:
+    """As the process that saves the last step at a time limit: also in its first moments."""
+    path = script(tmp_path, "import time; time.sleep(0.3); print('done')")
+
+    async def body(zygote: Logging) -> None:
+        process = await zygote.spawn(replace(spec(tmp_path, path), deaf=True))
+        for _ in range(20):
+            for number in (signal.SIGTERM, signal.SIGINT, signal.SIGHUP, signal.SIGQUIT, signal.SIGUSR1):
+                process.kill(number)
+            await asyncio.sleep(0.01)
+        assert await process.wait() == 0
+        assert (tmp_path / "rank.log").read_text() == "done\n"
+
+    as_agent(events, body)
 
 
 def test_what_a_killed_rank_started_goes_with_it_and_nothing_stays_a_zombie(

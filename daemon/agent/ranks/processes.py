@@ -47,7 +47,7 @@ class SpawnSpec:
 
     `argv` is a script (or, with `module`, a module) and its arguments. `env` is the whole environment; what
     is named in READ_AT_LOAD has an effect only if the zygote was started with the same. `scratch`: see
-    `socket_folder.Scratch`.
+    `socket_folder.Scratch`; `deaf`: see `zygote_messages.Program`.
     """
 
     argv: tuple[str, ...]
@@ -55,6 +55,7 @@ class SpawnSpec:
     cwd: Path
     module: bool = False
     scratch: Path | None = None
+    deaf: bool = False
 
     def program(self) -> wire.Program:
         """Return it as the zygote takes it; raises UsageError where the user must mend something."""
@@ -68,6 +69,7 @@ class SpawnSpec:
             env=tuple((os.fsencode(name), os.fsencode(value)) for name, value in self.env.items()),
             cwd=os.fsencode(self.cwd),
             scratch=os.fsencode(self.scratch) if self.scratch is not None else b"",
+            deaf=self.deaf,
         )
 
 

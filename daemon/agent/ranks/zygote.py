@@ -33,7 +33,7 @@ from typing import Any, NamedTuple, TypeAlias
 
 from ckptless.daemon.agent.ranks import zygote_messages as wire
 from ckptless.daemon.agent.ranks.prctl import set_pdeathsig, set_process_name
-from ckptless.daemon.agent.ranks.signals import ENDING, ignore_others
+from ckptless.daemon.agent.ranks.signals import ENDING, USERS, ignore_others
 from ckptless.daemon.protocol.errors import ProtocolError
 
 MIDDLE_DEADLINE_S = 10.0
@@ -264,7 +264,7 @@ def enter(job: SpawnRequest, agent: int) -> None:
 
 def run_program(program: wire.Program) -> None:
     """Run the program in a process that looks like a fresh interpreter's; ends by returning or raising."""
-    _restore_signals()
+    _restore_signals(deaf=program.deaf)
     _restore_interpreter(program)
     try:
         _run(program)
@@ -275,12 +275,14 @@ def run_program(program: wire.Program) -> None:
         raise
 
 
-def _restore_signals() -> None:
+def _restore_signals(*, deaf: bool) -> None:
     fresh: dict[int, Handler] = {
         signal.SIGINT: signal.default_int_handler,
         signal.SIGPIPE: signal.SIG_IGN,
         signal.SIGXFSZ: signal.SIG_IGN,
     }
+    if deaf:
+        fresh.update(dict.fromkeys((*ENDING, *USERS), signal.SIG_IGN))
     for number in signal.valid_signals() - {signal.SIGKILL, signal.SIGSTOP}:
         wanted = fresh.get(number, signal.SIG_DFL)
         # None: set by C code, which is faulthandler (PYTHONFAULTHANDLER) and as a fresh process has it.
@@ -467,6 +469,9 @@ def live(connection: socket.socket, agent: int, modules: list[str], *, ahead: bo
     # Now, not in a fork: what the imports have printed must not be printed again by every rank.
     sys.stdout.flush()
     sys.stderr.flush()
+    # A new process ignores them as this one does until it looks like a fresh one. What is sent to it by then
+    # is blocked, hence kept, and ends it as it begins: an agent that ends its ranks would wait in vain.
+    signal.pthread_sigmask(signal.SIG_BLOCK, ENDING)
     job = serve(connection, agent, ahead=ahead)
     if job is None:
         # Exit handlers that the imports registered belong to the ranks, which may still run.

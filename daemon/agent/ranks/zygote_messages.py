@@ -17,7 +17,7 @@ from msgspec import Struct
 
 from ckptless.daemon.protocol.errors import ProtocolError
 
-VERSION = 3
+VERSION = 4
 MAX_PACKET_BYTES = 32 * 1024
 MAX_PROGRAM_BYTES = 64 * 1024 * 1024
 MAX_TEXT = 2000
@@ -29,7 +29,8 @@ class Program(Struct, frozen=True, kw_only=True, tag="program", forbid_unknown_f
     """The program of a new process. Strings are bytes: the system's names need not be UTF-8.
 
     `argv` is the script (or the module, with `module`) and its arguments; `env` is the whole environment.
-    `scratch`: where multiprocessing puts its sockets, "" for its own.
+    `scratch`: where multiprocessing puts its sockets, "" for its own. `deaf`: signals that end a rank, or are
+    the user's word to it, are ignored.
     """
 
     argv: tuple[bytes, ...]
@@ -37,6 +38,7 @@ class Program(Struct, frozen=True, kw_only=True, tag="program", forbid_unknown_f
     env: tuple[tuple[bytes, bytes], ...]
     cwd: bytes
     scratch: bytes = b""
+    deaf: bool = False
 
 
 class Spawn(Struct, frozen=True, kw_only=True, tag="spawn", forbid_unknown_fields=True):

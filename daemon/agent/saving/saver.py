@@ -259,6 +259,8 @@ class Saver:
             module=True,
             env={**self._agent.env, AGENT_SOCKET: self._agent.rank_socket},
             cwd=Path(self._agent.cwd),
+            # Slurm signals all there is in the step, at a time limit, too: what is begun is to be ended.
+            deaf=True,
         )
 
     # --------------------------------------------------------------------------- the writer
