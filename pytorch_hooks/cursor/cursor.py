@@ -142,6 +142,11 @@ class Cursors:
         self._current: set[str] = set()
         self._left: set[str] = set()
         self._behind: set[str] = set()
+        # Since then, what was given for each loader last; the one whose loop has ended last, and those of the
+        # same step, which have given no batch to another one since.
+        self._found: dict[str, weakref.ref[Iterator[Any]]] = {}
+        self._ended = ""
+        self._beside: set[str] = set()
         # Where the one without a name was asked for last.
         self._unnamed: Place = ()
         # The loaders that what was restored is in the middle of; the same until one of them is asked for;
@@ -155,11 +160,14 @@ class Cursors:
     def enter(self) -> None:
         """The training function is entered, and asks for all of its epochs again."""
         self._asked.clear()
+        self._found.clear()
+        self._beside.clear()
         self._unnamed = ()
 
     @property
     def epoch(self) -> int:
         """The epoch of the loader without a name; the one before where a loop behind its is not over."""
+        self._end_dropped()
         return self._named[""].position.epoch - self._is_behind
 
     def batches(
@@ -169,8 +177,9 @@ class Cursors:
 
         A script begins at its top again, and asks for loops that are over: of these there is no rest, and no
         next epoch. They are those that it asks for before the one that the fault was in; and as many of each
-        loader as have been, where it does not know better. Raises CarriedError where a loader is asked for
-        both one epoch and several, or for another number of them than before a fault.
+        loader as have been, where it does not know better. Of loops side by side, as zip's, all are over
+        with the first of them. Raises CarriedError where a loader is asked for both one epoch and several, or
+        for another number of them than before a fault.
         """
         several = epochs != 1
         before, asked = self._asked.get(name, (several, 0))
@@ -179,13 +188,16 @@ class Cursors:
                 "run.batches gives several epochs of a loader, and single ones of the same: after a fault "
                 "nobody could tell which are over. Give one of them a name: run.batches(..., name=...)"
             )
+        self._end_dropped()
+        if name in self._beside:
+            self._end_beside(name)
         self._note_place(name, asked)
         self._asked[name] = several, asked + epochs
         cursor = self._named.setdefault(name, self._new())
         if not knows.own:
             # What it asks for is the epoch of the loader without a name.
             knows = knows._replace(epoch=knows.epoch and "" in self._trained)
-        is_counted = not any(knows) and len(self._middle) == 1
+        is_counted = not any(knows) and len({self._named[one].position.epoch for one in self._middle}) == 1
         goes_on = name in self._cut_off and not (is_counted and asked + epochs <= cursor.position.epoch)
         if goes_on:
             self._middle, self._is_behind = frozenset(), False
@@ -198,11 +210,25 @@ class Cursors:
             found = self._given(name, cursor.batches(loader, epochs, asked))
         else:
             found = self._unless_over(name, cursor.batches(loader), asked, knows)
-        return self._after_goes_on(found) if goes_on else found
+        found = self._after_goes_on(found) if goes_on else found
+        self._found[name] = weakref.ref(found)
+        return found
 
     def _after_goes_on(self, batches: Iterator[Any]) -> Iterator[Any]:
         self._goes_on()
         yield from batches
+
+    def _end_beside(self, name: str) -> None:
+        """End the epoch of a loader, as that of one beside it has ended."""
+        self._beside.remove(name)
+        self._left.discard(name)
+        if self._named[name].position.index:
+            self._named[name].end_epoch()
+
+    def _end_dropped(self) -> None:
+        """End the epochs of those beside a loop that has ended that nobody can take a batch of any more."""
+        for name in [name for name in self._beside if self._found[name]() is None]:
+            self._end_beside(name)
 
     def _note_place(self, name: str, asked: int) -> None:
         if not name:
@@ -220,6 +246,10 @@ class Cursors:
                 return
             self._restored.remove(name)
         yield from self._given(name, batches)
+        if name in self._current:
+            beside = self._current & self._found.keys() - {name}
+            self._beside = {one for one in beside if not self._asked[one][0]}
+            self._ended = name
 
     def _is_over(self, name: str, asked: int, knows: Knows) -> bool:
         """Whether a loop over a loader, asked for so often before, was over at what was restored."""
@@ -240,6 +270,8 @@ class Cursors:
         for batch in batches:
             self._gave.add(name)
             self._left.discard(name)
+            if name == self._ended:
+                self._beside.clear()
             try:
                 yield batch
             except GeneratorExit:
@@ -252,15 +284,17 @@ class Cursors:
 
     def passed(self) -> None:
         """A step is over that is not committed."""
+        self._beside -= self._gave
         self._gave.clear()
 
     def committed(self) -> dict[str, Any]:
         """All positions, for the record."""
+        self._end_dropped()
         saved = {name: cursor.committed() for name, cursor in self._named.items()}
         in_it = {name for name, position in saved.items() if position["index"]}
         self._current = (self._gave or self._current) & in_it
         self._trained |= self._current
-        self._gave.clear()
+        self.passed()
         for name, position in saved.items():
             position["trained"], position["current"] = name in self._trained, name in self._current
             position["left"] = name in self._left and position["index"] > 0
@@ -292,6 +326,7 @@ class Cursors:
         self._left = {name for name, position in at.items() if position.left}
         self._behind = {name for name, position in at.items() if position.behind}
         self._gave.clear()
+        self._beside.clear()
         self._restored, self._cut_off = {*self._trained}, frozenset(self._current)
         self._middle = self._cut_off
         unnamed = at.get("", LoaderPosition())

@@ -20,6 +20,8 @@ from ckptless.pytorch_hooks.torch_private.batches import given
 
 # Commits of a process that are looked at: who takes batches for each step does so from the first one on.
 LOOKS = 16
+# The first steps after each entry, whose batches are counted.
+PACE = 4
 
 
 class OwnLoops:
@@ -28,9 +30,9 @@ class OwnLoops:
     `tell`, and `tell_late` of a loop that ends behind its commit, take a sentence for who runs the job.
 
     Where iterators of DataLoaders give batches to one step after the other; an evaluation's ends before the
-    next commit. Of torchdata's StatefulDataLoader a State may have the position: it is left out. And where
-    epoch follows epoch, and nobody has asked which. A script may have its own ways to go on, so that neither
-    is an error.
+    next commit. Of torchdata's StatefulDataLoader a State may have the position: it is left out. Where epoch
+    follows epoch, and nobody has asked which. And where the first step has taken a batch more than others. A
+    script may have its own ways to go on, so that none of it is an error.
     """
 
     def __init__(self, tell: Callable[[str], None], tell_late: Callable[[str], None]) -> None:
@@ -43,6 +45,9 @@ class OwnLoops:
         self._told_epochs = False
         self._looks = 0
         self._known = False
+        # Batches of `run.batches` since the last step, and of the first steps.
+        self._gave = 0
+        self._pace: list[int] = []
         # Those that live, what each had given at the last commit, and whether that was more than before it.
         self._given: dict[int, tuple[weakref.ref[Any], int, bool]] = {}
         _watch()
@@ -51,6 +56,26 @@ class OwnLoops:
     def enter(self) -> None:
         """The training function is entered."""
         self.knows_epochs = self.knows_step = self.asked = False
+        self._gave = 0
+        self._pace.clear()
+
+    def gave(self) -> None:
+        """A batch of `run.batches` is given."""
+        self._gave += 1
+
+    def stepped(self) -> None:
+        """A step is over."""
+        if len(self._pace) == PACE:
+            return
+        self._pace.append(self._gave)
+        self._gave = 0
+        first, *others = self._pace
+        if len(self._pace) == PACE and first > 1 and set(others) == {first - 1}:
+            self._tell(
+                "the script seems to take a batch ahead of the step that trains on it: the commit of the "
+                "step before counts it as done, and after a fault nobody trains on it unless the State has "
+                "it. Take it behind run.commit, and let the workers of a DataLoader make batches ahead"
+            )
 
     @property
     def knows(self) -> Knows:

@@ -755,6 +755,7 @@ class Run:
             if batch is _END:
                 self._own_loops.asked = False
                 return
+            self._own_loops.gave()
             yield batch
 
     def _check_thread(self) -> None:
@@ -826,6 +827,7 @@ class Run:
         if self.generation == 1 and not self.counts_epochs:
             # Later ones have nothing new to tell.
             self._own_loops.look_at_code(self._outside.train, parts_of(self._kept.state).data)
+            self._own_loops.stepped()
         due = self._cadence.is_due(step)
         self._cadence.meter.held_up(self._versions.held_s())
         began = time.monotonic()

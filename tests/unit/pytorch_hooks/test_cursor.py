@@ -1040,6 +1040,64 @@ def test_wherever_a_fault_comes_loops_that_are_over_are_not_done_again(script: S
         assert [one for one in found if one != BETWEEN] == [one for one in want if one != BETWEEN], places
 
 
+ZIPS: list[tuple[tuple[str, ...], tuple[int, ...], Knows]] = [
+    (("left", "right"), (3, 3), EPOCH),
+    (("", "right"), (3, 3), EPOCH),
+    (("left", ""), (3, 3), NOTHING),
+    (("", "right"), (2, 3), EPOCH),
+    (("", "right"), (3, 2), EPOCH),
+    (("left", "right"), (3, 2), NOTHING),
+    (("left", "", "right"), (3, 2, 4), EPOCH),
+]
+
+
+@pytest.mark.parametrize(("names", "sizes", "knows"), ZIPS)
+@pytest.mark.parametrize("how", ["zip", "zip, and a commit between epochs", "next"])
+@pytest.mark.parametrize("new", [False, True], ids=["living", "new process"])
+def test_loaders_side_by_side_begin_each_epoch_together(
+    names: tuple[str, ...], sizes: tuple[int, ...], knows: Knows, how: str, *, new: bool
+) -> None:
+    """As those of torch, of whatever lengths: without a fault, and with two at any places."""
+    lists = [[10 * number + n for n in range(size)] for number, size in enumerate(sizes)]
+    end = object()
+
+    def epoch(cursors: Cursors) -> Iterator[tuple[int, ...]]:
+        found = [cursors.batches(batches, 1, name, knows) for name, batches in zip(names, lists, strict=True)]
+        if how != "next":
+            yield from zip(*found, strict=False)
+            return
+        for first in found[0]:
+            others: list[Any] = [next(one, end) for one in found[1:]]
+            if end in others:
+                break
+            yield first, *others
+
+    def script(cursors: Cursors) -> Iterator[tuple[int, ...]]:
+        cursors.enter()
+        for _epoch in range(cursors.epoch if knows.epoch else 0, 3):
+            for step in epoch(cursors):
+                yield step
+                cursors.committed()
+            if "commit" in how:
+                yield ()
+                cursors.committed()
+
+    want = 3 * list(zip(*lists, strict=False))
+    count = len(list(script(Cursors())))
+    for places in itertools.combinations(range(count), 2):
+        cursors, found = Cursors(), []
+        for at in places:
+            for one in script(cursors):
+                found.append(one)
+                saved = codec.unpack(codec.pack(cursors.committed()))
+                if len(found) > at:
+                    break
+            cursors = Cursors() if new else cursors
+            cursors.restore(saved)
+        found += script(cursors)
+        assert [one for one in found if one] == want, places
+
+
 def test_a_loop_over_epochs_that_was_left_before_its_last_one_is_over() -> None:
     """With no loop around the script, which pytest's own would be: by a thread, and functions in C."""
     found: list[list[tuple[tuple[str, int], Any]]] = []

@@ -122,6 +122,34 @@ def one_step(commit: Callable[[], None]) -> None:
     commit()
 
 
+@pytest.mark.parametrize(
+    ("pace", "is_told"),
+    [
+        ((2, 1, 1, 1, 1), True),
+        ((5, 4, 4, 4), True),
+        ((1, 1, 1, 1, 1), False),
+        ((4, 4, 4, 4, 3), False),
+        ((1, 4, 4, 4), False),
+        ((2, 1, 1), False),
+        ((1, 0, 0, 0), False),
+        ((3, 1, 1, 1), False),
+    ],
+)
+def test_a_batch_that_is_taken_ahead_is_told(
+    loops: OwnLoops, told: list[str], pace: tuple[int, ...], *, is_told: bool
+) -> None:
+    """Also in a process that is entered again, whose count begins anew."""
+    for _entry in range(2):
+        told.clear()
+        loops.enter()
+        for count in pace:
+            for _batch in range(count):
+                loops.gave()
+            loops.stepped()
+        assert bool(told) == is_told
+        assert all("ahead of the step" in one for one in told)
+
+
 @pytest.mark.parametrize("train", [late, by_another, in_time], ids=lambda train: train.__name__)
 def test_a_loop_that_ends_behind_its_commit_is_told_once(train: Callable[..., None]) -> None:
     told: list[str] = []
