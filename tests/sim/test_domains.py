@@ -13,7 +13,7 @@ from .daemons import Daemon
 from .story import Violation
 from .world import World
 
-SEEDS = 150
+SEEDS = 70
 # They are heard of by way of others for about a second, and missed by a recovery after three: in between most
 # are replaced, many while they come back.
 RESTART_S = (0.5, 2.2)

@@ -65,7 +65,7 @@ def test_nodes_are_left_at_any_time(batch: int, elastic: bool) -> None:
 def test_a_probe_alone_ends_no_job() -> None:
     """Whatever it says, also of all nodes at once: where nothing else happens the job comes to its end."""
     seen: Counter[str] = Counter()
-    for seed in range(100):
+    for seed in range(50):
         world, named = run(seed, CALM)
         control = next(d.control for d in world.daemons.values() if d.alive and d.control is not None)
         outcome = control.outcome
@@ -78,9 +78,9 @@ def test_a_probe_alone_ends_no_job() -> None:
         seen["prepared"] += world.prepared > 0
         seen["got ahead"] += world.got_ahead > 0
         seen["stayed"] += len(named) > len(lost)
-    assert seen["left"] > 25
-    assert seen["prepared"] >= seen["got ahead"] > 10
-    assert seen["stayed"] > 25
+    assert seen["left"] > 10
+    assert seen["prepared"] >= seen["got ahead"] > 4
+    assert seen["stayed"] > 10
 
 
 def test_a_planted_bug_is_found(monkeypatch: pytest.MonkeyPatch) -> None:

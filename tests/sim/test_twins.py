@@ -14,7 +14,7 @@ from .story import Violation
 from .test_planted import Bug
 from .world import World
 
-SEEDS = range(5000, 5240)
+SEEDS = range(5000, 5120)
 FLIPS = 8
 POLL_S = 0.005
 WITHOUT_OTHERS = Shape(others=False)
@@ -136,8 +136,8 @@ def flipping(seed: int) -> Flipping | None:
 @pytest.mark.timeout(600)
 def test_what_is_wrong_is_never_restored() -> None:
     worlds = [world for seed in SEEDS if (world := flipping(seed)) is not None]
-    assert len(worlds) > 20
-    assert sum(bool(world.flipped) and not world.excused for world in worlds) > 10
+    assert len(worlds) > 10
+    assert sum(bool(world.flipped) and not world.excused for world in worlds) > 5
     # Only what went with its node.
     assert all(not world.restored[False] or world.excused for world in worlds)
 
