@@ -38,7 +38,7 @@ def judge(still: Mapping[int, m.Still]) -> Verdict:
         if one.how in ("stopped", "deaf") or (one.call is None and not _is_ahead(one, least))
     ]
     if not free:
-        return _mismatch({rank: one.call for rank, one in still.items() if one.call is not None})
+        return _mismatch(still)
     waiting = [rank for rank in still if rank not in {*free}]
     if not waiting:
         return Verdict(why="no rank waits for another one")
@@ -97,21 +97,30 @@ def _is_ahead(one: m.Still, least: Mapping[str, int]) -> bool:
     return any(queued > least[group] for group, queued in one.queued)
 
 
-def _mismatch(calls: Mapping[int, m.Call]) -> Verdict:
-    """All ranks wait, those on a CPU in these calls."""
+def _mismatch(still: Mapping[int, m.Still]) -> Verdict:
+    """All ranks wait, those on a CPU in a call."""
+    calls = {rank: one.call for rank, one in still.items() if one.call is not None}
     by_call = sorted((_key(call), rank) for rank, call in calls.items())
     alike = [[rank for _, rank in ranks] for _, ranks in groupby(by_call, key=lambda one: one[0])]
     # Where all ranks of a group have come, it is the network, or the backend, that does not get on.
     apart = sorted((ranks for ranks in alike if len(ranks) < calls[ranks[0]].size), key=len)
     if any(not call.group for call in calls.values()):
         # Of a message, or the agent, nobody knows from here how many it takes.
-        return Verdict(why=f"all ranks wait: {_all(alike, calls)}")
+        return Verdict(why=f"all ranks wait: {_all(alike, calls)}{_of_commits(still)}")
     if len(alike) < 2 or not apart:
         return Verdict(why=f"all ranks wait in collectives: {_all(alike, calls)}")
     text = f"all ranks wait in collectives that do not fit: {_all(alike, calls)}"
     if len(apart) > 1 and len(apart[0]) == len(apart[1]):
         return Verdict(why=text, sure=True)
     return Verdict(tuple((rank, text) for rank in apart[0]), sure=True)
+
+
+def _of_commits(still: Mapping[int, m.Still]) -> str:
+    """Return what may be the cause where some ranks wait in a commit: for copies that others do not make."""
+    commits = sorted(rank for rank, one in still.items() if one.phase == "commit")
+    if not commits or len(commits) == len(still):
+        return ""
+    return f"; {ranks_in_words(commits)} in run.commit, which every rank has to call at each step"
 
 
 def _key(call: m.Call) -> tuple[str, int, str, int]:

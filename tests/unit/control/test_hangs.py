@@ -46,6 +46,15 @@ def test_who_waits_for_nobody_holds_up_those_that_wait() -> None:
     assert verdict.sure
 
 
+def test_a_commit_that_only_some_ranks_call_is_named() -> None:
+    """As of a script that commits on rank 0 alone: it waits for copies of the step before."""
+    alone = structs.replace(still(AGENT), phase="commit")
+    why = judge({0: alone, 1: still(call())}).why
+    assert why.endswith("; rank 0 in run.commit, which every rank has to call at each step")
+    for others in ({0: alone, 1: alone}, {0: still(AGENT), 1: still(call())}):
+        assert "run.commit" not in judge(others).why
+
+
 @pytest.mark.parametrize(
     ("how", "sure", "says"),
     [
