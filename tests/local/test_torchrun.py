@@ -13,7 +13,7 @@ from typing import Any
 
 from .localrun import RANKS, STEPS, TOY, Job, read_toy, reference
 
-DEADLINE_S = 120.0
+DEADLINE_S = 240.0
 SCRIPT = Path(__file__).with_name("env_script.py")
 
 # What differs between any two runs, or says where torchrun's own processes talk to each other.

@@ -54,11 +54,11 @@ def test_twenty_kills(tmp_path: Path, way: str) -> None:
 def test_a_spare_takes_a_lost_nodes_rank(tmp_path: Path) -> None:
     ours = tmp_path / "ours"
     options = ["--nodes", RANKS, "--spares", 1, "--tee", "none", "--max-stall", 60]
-    with Job(tmp_path / "job", options, [SCRIPT, ours, 60, ""], TITAN_ENV) as job:
+    with Job(tmp_path / "job", options, [SCRIPT, ours, 40, ""], TITAN_ENV) as job:
         wait_until(lambda: len(_lines(ours)) > 20, 100, job)
         lose_node(job, 0)
         job.ended(0, FAULTY_DEADLINE_S)
-    assert told(ours) == plain(SCRIPT, tmp_path, 60, TITAN_ENV)
+    assert told(ours) == plain(SCRIPT, tmp_path, 40, TITAN_ENV)
 
 
 def _lines(home: Path) -> list[str]:
