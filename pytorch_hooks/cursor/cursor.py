@@ -199,8 +199,6 @@ class Cursors:
             knows = knows._replace(epoch=knows.epoch and "" in self._trained)
         is_counted = not any(knows) and len({self._named[one].position.epoch for one in self._middle}) == 1
         goes_on = name in self._cut_off and not (is_counted and asked + epochs <= cursor.position.epoch)
-        if goes_on:
-            self._middle, self._is_behind = frozenset(), False
         if several and self._counts.setdefault((name, asked), epochs) != epochs:
             raise CarriedError(
                 f"run.batches was asked for {self._counts[name, asked]} epochs before a fault, and for "
@@ -215,6 +213,8 @@ class Cursors:
         return found
 
     def _after_goes_on(self, batches: Iterator[Any]) -> Iterator[Any]:
+        # Only now: of loops that follow each other (chain) all may be asked for before the first begins.
+        self._middle, self._is_behind = frozenset(), False
         self._goes_on()
         yield from batches
 
@@ -222,8 +222,7 @@ class Cursors:
         """End the epoch of a loader, as that of one beside it has ended."""
         self._beside.remove(name)
         self._left.discard(name)
-        if self._named[name].position.index:
-            self._named[name].end_epoch()
+        self._named[name].end_epoch()
 
     def _end_dropped(self) -> None:
         """End the epochs of those beside a loop that has ended that nobody can take a batch of any more."""
@@ -431,7 +430,12 @@ class Cursor:
             self.position = LoaderPosition(epoch=self.position.epoch + 1)
 
     def end_epoch(self) -> None:
-        """Leave out what the epoch has beyond the position: the next batch is the next epoch's first."""
+        """Leave out what the epoch has beyond the position: the next batch is the next epoch's first.
+
+        One that has not begun is not left out: the one before has ended by itself.
+        """
+        if not self.position.index:
+            return
         self._iterator, self._epoch_end = None, None
         self.position = LoaderPosition(epoch=self.position.epoch + 1)
 

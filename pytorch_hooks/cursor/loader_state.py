@@ -19,6 +19,8 @@ LIMIT = 64 << 10
 """Bytes of one attribute: it is in each record of its epoch."""
 DEPTH = 6
 MANY = 64
+# Of torch's own samplers and datasets: what a script may set.
+_SETTABLE = frozenset({"weights", "indices"})
 _CONTAINERS = (list, tuple, dict, set, frozenset, deque)
 
 
@@ -119,14 +121,15 @@ class LoaderState:
         return {id(one): one for _path, one in _objects(self._loader, "", set(), 0)}
 
     def _places(self) -> dict[str, tuple[Any, str]]:
-        """The attributes that are the script's own: by place ("sampler.order") the object and the name."""
+        """The attributes that a script sets: by place ("sampler.order") the object and the name."""
         shared = self._shared()
         return {
             f"{path}.{key}".lstrip("."): (one, key)
             for path, one in _objects(self._loader, "", set(), 0)
-            if reach.is_looked_into(one)
             for key, value in attributes.fields(one)
-            if _is_state(value) and id(value) not in shared
+            if (reach.is_looked_into(one) or key in _SETTABLE)
+            and _is_state(value)
+            and id(value) not in shared
         }
 
 

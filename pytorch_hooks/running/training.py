@@ -127,7 +127,7 @@ class Run:
         self._telling: DeviceNumber | None = None
         self._told_many = False
         # Generators as at a commit, until the next batch; whether it was told that they were moved between.
-        self._random_at: list[torch.Tensor] | None = None
+        self._random_at: list[Any] | None = None
         self._told_draws = False
         # The thread that called `keep`.
         self._thread = threading.get_ident()
@@ -767,19 +767,21 @@ class Run:
                 "workers of a DataLoader make them ahead"
             )
 
-    def _drawn(self) -> list[torch.Tensor]:
-        """Return what torch's generator of the CPU, and those of the State, are like."""
+    def _drawn(self) -> list[Any]:
+        """Return what torch's generator of the CPU, and those of the State, are like; at some steps, all."""
         own = parts_of(self._kept.state).generators.values()
-        return [one.get_state() for one in (torch.default_generator, *own)]
+        drawn: list[Any] = [one.get_state() for one in (torch.default_generator, *own)]
+        # Python's and numpy's take as long again, and who draws from them here does so at each step.
+        return [*drawn, rng.capture()] if is_due(self._step) else drawn
 
     def _look_for_draws(self) -> None:
         """Tell, once, where random numbers were drawn between a commit and the next batch of its loop."""
         at, self._random_at = self._random_at, None
-        if at is not None and not all(map(torch.equal, at, self._drawn())):
+        if at is not None and not rng.equal(at, self._drawn()):
             self._told_draws = True
             self._tell_first(
                 "outside-state",
-                f"random numbers of torch were drawn between the commit of step {self._step} and the next "
+                f"random numbers were drawn between the commit of step {self._step} and the next "
                 "batch, maybe by an evaluation, whose loader draws a seed: after a fault they are not drawn "
                 "again, and the training goes on with others. Do it before run.commit",
             )

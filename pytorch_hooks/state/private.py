@@ -25,9 +25,10 @@ def local(tensor: torch.Tensor) -> torch.Tensor:
 def version(tensor: torch.Tensor) -> int:
     """Count the in-place writes that torch knows of (`Tensor._version`); -1 where it does not count.
 
-    The running statistics of `torch.nn.functional.batch_norm` are written without being counted.
+    The running statistics of `torch.nn.functional.batch_norm` are written without being counted. A lazy
+    module's tensors answer nothing before its first forward pass.
     """
-    return -1 if tensor.is_inference() else tensor._version
+    return -1 if hasattr(tensor, "materialize") or tensor.is_inference() else tensor._version
 
 
 def storage(tensor: torch.Tensor) -> int:
@@ -75,6 +76,20 @@ def hooks_of(module: torch.nn.Module) -> Iterator[tuple[str, Any]]:
         for index, hook in enumerate(list(getattr(module, f"_{kind}", {}).values())):
             if not str(getattr(hook, "__module__", "")).startswith(renewed):
                 yield f"{kind}[{index}]", hook
+
+
+def hooks_of_parameters(module: torch.nn.Module) -> Iterator[tuple[str, Any]]:
+    """Give the functions that see gradients, of a module's own parameters and DDP's buckets, and their state.
+
+    `Tensor._backward_hooks` and `_post_accumulate_grad_hooks`, `DistributedDataParallel._comm_hooks`.
+    """
+    for name, parameter in module._parameters.items():
+        for kind in ("_backward_hooks", "_post_accumulate_grad_hooks"):
+            for index, hook in enumerate(list((getattr(parameter, kind, None) or {}).values())):
+                yield f"{name}.{kind.lstrip('_')}[{index}]", hook
+    for index, (hook, state) in enumerate(getattr(module, "_comm_hooks", ())):
+        yield f"comm_hooks[{index}]", hook
+        yield f"comm_hooks[{index}].state", state
 
 
 def comm_hook_states(module: torch.nn.Module) -> list[object]:

@@ -81,7 +81,7 @@ class SecondLook:
         and what a forward pass has left of its graph.
         """
         for prefix, module in tree_of(self._state).modules():
-            for place, hook in private.hooks_of(module):
+            for place, hook in (*private.hooks_of(module), *private.hooks_of_parameters(module)):
                 yield f"state.{prefix.replace(':', '.')}{place}", hook
             for key, value in _own(module):
                 of_graph = isinstance(value, torch.Tensor) and value.grad_fn is not None

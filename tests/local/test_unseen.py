@@ -183,7 +183,8 @@ ckptless.run(train)
         ("does not ask", "range(run.epoch, epochs)", 18),
         ("carries", "least: variables of the training loop", 18),
         ("asks late", " of script.py ends the loop behind run.commit", 18),
-        ("evaluates", "random numbers of torch were drawn between the commit of step 1 and", 18),
+        ("evaluates", "random numbers were drawn between the commit of step 1 and", 18),
+        ("picks", "random numbers were drawn between the commit of step 1 and", 18),
         ("evaluates before", "", 18),
         ("asks", "", 18),
         ("several", "", 18),
@@ -196,10 +197,12 @@ def test_a_loop_that_would_not_go_on_where_it_was_is_told(
     tmp_path: Path, how: str, words: str, steps: int
 ) -> None:
     script = tmp_path / "script.py"
-    late = {"asks late": "if run.step == 18: break", "evaluates": "[state.model(y) for y in shuffled]"}.get(
-        how, ""
-    )
-    script.write_text(LOOPS.replace("LATE", late))
+    late = {
+        "asks late": "if run.step == 18: break",
+        "evaluates": "[state.model(y) for y in shuffled]",
+        "picks": '__import__("random").random()',
+    }
+    script.write_text(LOOPS.replace("LATE", late.get(how, "")))
     with Job(tmp_path / "job", ["--nodes", RANKS, "--tee", "none"], [script, how, tmp_path]) as job:
         job.ended(0)
         kinds = ("outside-state", "late-break")

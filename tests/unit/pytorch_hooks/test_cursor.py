@@ -15,7 +15,16 @@ import torch
 from hypothesis import HealthCheck, settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, precondition, rule
-from torch.utils.data import DataLoader, Dataset, DistributedSampler, RandomSampler, Sampler, TensorDataset
+from torch.utils.data import (
+    DataLoader,
+    Dataset,
+    DistributedSampler,
+    RandomSampler,
+    Sampler,
+    Subset,
+    TensorDataset,
+    WeightedRandomSampler,
+)
 
 from ckptless.daemon.protocol.errors import ProtocolError, UsageError
 from ckptless.pytorch_hooks.cursor import Cursor, Cursors, Knows
@@ -446,6 +455,44 @@ def test_what_the_script_changes_in_a_loader_is_told_of() -> None:
         cursor.committed()
         assert bool(told) == (step > 1)
     assert told[0].startswith("dataset.level of the loader is changed by the script between two batches")
+
+
+@pytest.mark.parametrize("kind", ["weights", "indices"])
+@pytest.mark.parametrize("at", [0, 2, 3, 4, 6, 8])
+def test_what_the_script_sets_in_torchs_own_samplers(kind: str, at: int) -> None:
+    """For each epoch, as importance sampling and hard examples do; in an epoch's middle by a later model."""
+
+    def made() -> DataLoader[Any]:
+        if kind == "indices":
+            return DataLoader(Subset(TensorDataset(torch.arange(8.0)), [0, 1, 2]), 1)
+        return DataLoader(TensorDataset(torch.arange(8.0)), 1, sampler=WeightedRandomSampler([1.0] * 8, 3))
+
+    def train(cursor: Cursor, loader: Any, end: int) -> list[list[float]]:
+        found: list[list[float]] = []
+        for epoch in range(cursor.position.epoch, 3):
+            first = 2 * epoch if not (epoch and cursor.position.index) else 3
+            if kind == "indices":
+                loader.dataset.indices = [first, first + 1, 7]
+            else:
+                loader.sampler.weights[:] = 0.0
+                loader.sampler.weights[first : first + 2] = 1.0
+            for (x,) in cursor.batches(loader, 1):
+                found.append(x.tolist())
+                cursor.committed()
+                if len(found) == end:
+                    return found
+        return found
+
+    torch.manual_seed(3)
+    want = train(Cursor(), made(), 99)
+    torch.manual_seed(3)
+    cursor = Cursor()
+    begun = train(cursor, made(), at) if at else []
+    saved, drawn = codec.unpack(codec.pack(cursor.committed())), rng.capture()
+    again = Cursor()
+    again.restore(saved)
+    rng.restore(drawn)
+    assert begun + train(again, made(), 99) == want
 
 
 @pytest.mark.parametrize("at", [1, 3, 4, 6])
@@ -969,6 +1016,20 @@ def asks_nothing_of_the_first(cursors: Cursors) -> Iterator[tuple[str, int]]:
             yield from ((name, batch) for batch in cursors.batches([1, 2, 3], 1, name, NOTHING))
 
 
+def chained(cursors: Cursors) -> Iterator[tuple[str, int]]:
+    """Asks for all before the first begins."""
+    names = ("", "second", "third")
+    loops = [((name, batch) for batch in cursors.batches([1, 2, 3], 1, name, STEP)) for name in names]
+    yield from itertools.chain(*loops)
+
+
+def ends_what_has_ended(cursors: Cursors) -> Iterator[tuple[str, int]]:
+    """Says so behind each epoch, though its loop has ended by itself."""
+    for _epoch in range(cursors.epoch, 3):
+        yield from (("", batch) for batch in cursors.batches([1, 2, 3], 1, "", EPOCH))
+        cursors.end_epoch("")
+
+
 def evaluates_a_little(cursors: Cursors) -> Iterator[tuple[str, int]]:
     """By a loader that `run.batches` is not for, and with a commit behind it."""
     for _epoch in range(cursors.epoch, 3):
@@ -1009,6 +1070,8 @@ SCRIPTS = [
     evaluates_a_little,
     warm_up,
     breaks_off,
+    chained,
+    ends_what_has_ended,
     alternating,
     side_by_side,
     side_by_side_later,
@@ -1096,6 +1159,10 @@ def test_loaders_side_by_side_begin_each_epoch_together(
             cursors.restore(saved)
         found += script(cursors)
         assert [one for one in found if one] == want, places
+
+
+def test_an_epoch_that_has_ended_is_not_ended_again() -> None:
+    assert list(ends_what_has_ended(Cursors())) == 3 * [("", 1), ("", 2), ("", 3)]
 
 
 def test_a_loop_over_epochs_that_was_left_before_its_last_one_is_over() -> None:

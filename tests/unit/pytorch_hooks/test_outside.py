@@ -81,6 +81,48 @@ def test_what_trains_beside_the_state_is_told_once(how: str) -> None:
         assert text.startswith("the local one"), text
 
 
+class Counts:
+    """A hook's state."""
+
+    def __init__(self) -> None:
+        self.calls = 0
+
+    def __call__(self, gradient: torch.Tensor) -> torch.Tensor:
+        self.calls += 1
+        return gradient / self.calls
+
+
+@pytest.mark.parametrize("how", ["object", "closure", "accumulated", "nothing kept"])
+def test_what_hooks_of_parameters_keep_is_told_of(how: str) -> None:
+    run = Watched(None)
+    kept = {"scale": 1.0}
+
+    def scaled(gradient: torch.Tensor) -> torch.Tensor:
+        kept["scale"] *= 0.5
+        return gradient * kept["scale"]
+
+    def accumulated(parameter: torch.Tensor) -> None:
+        kept["scale"] += float(parameter.numel())
+
+    if how == "accumulated":
+        run.model.weight.register_post_accumulate_grad_hook(accumulated)  # type: ignore[no-untyped-call]
+    else:
+        hooks = {"object": Counts(), "closure": scaled, "nothing kept": torch.neg}
+        run.model.weight.register_hook(hooks[how])  # type: ignore[no-untyped-call]
+    for _ in range(STEPS):
+        run.model(torch.ones(1, 2)).sum().backward()
+        run.optimizer.step()
+        run.optimizer.zero_grad()
+        run.commit()
+    kinds = {
+        "object": "backward_hooks[0].calls",
+        "closure": "backward_hooks[0]",
+        "accumulated": "grad_hooks[0]",
+    }
+    assert len(run.told) == (how in kinds)
+    assert all(kinds[how] in text for text in run.told), run.told
+
+
 class Rows:
     """A dataset."""
 

@@ -86,9 +86,10 @@ def test_what_came_later_is_named(change: Callable[[Any], object], words: str) -
         assert words in str(caught.value)
 
 
-def test_a_lazy_module_is_refused_when_it_is_built() -> None:
+@pytest.mark.parametrize("kind", [lambda: nn.LazyLinear(3), nn.LazyBatchNorm1d, nn.LazyInstanceNorm1d])
+def test_a_lazy_module_is_refused_when_it_is_built(kind: Callable[[], nn.Module]) -> None:
     with pytest.raises(UsageError, match="run one forward pass first"):
-        TensorSet(State(model=nn.LazyLinear(3)))
+        TensorSet(State(model=kind()))
 
 
 # ------------------------------------------------------------------------------------ gradients
