@@ -1,21 +1,24 @@
-"""Numbers that a script's loop carries from one step to the next in variables, and that no commit has.
+"""Plain data that a script's loop carries from one step to the next in variables, and that no commit has.
 
 Whatever a loop sets looks alike to who sees values alone: a loss, a best loss, a counter. Its code says which
-of them a turn may read before it has set them.
+of them a turn may read before it has set them, and which it reads alone, so that it may change what is in
+them: numbers, tensors, arrays, and containers of those.
 """
 
 from __future__ import annotations
 
 import time
-from collections import Counter, defaultdict
+from collections import Counter, defaultdict, deque
 from collections.abc import Callable, Iterable, Mapping
 from itertools import pairwise
 from types import CodeType, FrameType
 from typing import Any, TypeAlias
 
 import torch
+import xxhash
 
-from ckptless.pytorch_hooks.cursor.turns import carried
+from ckptless.pytorch_hooks.cursor.turns import carried, only_read
+from ckptless.pytorch_hooks.state import attributes, private
 from ckptless.pytorch_hooks.state.reach import variables
 
 # Commits at which variables are looked at before anything is told.
@@ -23,10 +26,12 @@ LOOKS = 4
 # A float is a time where it is so near to a clock, and larger than that: a loss is not.
 CLOCK_S = 1000.0
 _CLOCKS = (time.time, time.monotonic, time.perf_counter)
-# Of the State so much is looked at.
-DEPTH, MANY = 3, 1000
+# Of the State, and of a variable, so much is looked at.
+DEPTH, MANY, SMALL = 3, 1000, 64 << 10
 _Variable: TypeAlias = tuple[CodeType, str]
 _NUMBERS = (int, float, complex)
+_CONTAINERS = (list, tuple, dict, deque)
+Has: TypeAlias = Callable[[Any], bool]
 
 
 class CarriedNumbers:
@@ -40,21 +45,33 @@ class CarriedNumbers:
         # many looks the State had the number, too.
         self._seen: dict[_Variable, list[Any]] = defaultdict(list)
         self._carried: set[_Variable] = set()
+        self._only_read: set[_Variable] = set()
         self._kept: Counter[_Variable] = Counter()
 
-    def look(self, frames: Iterable[FrameType], state: Mapping[str, Any], *, asks: bool) -> None:
+    def look(
+        self,
+        frames: Iterable[FrameType],
+        state: Mapping[str, Any],
+        *,
+        asks: bool,
+        has: Has = lambda _one: False,
+    ) -> None:
         """Look at the variables of a script's functions that are under way, at a commit of what `state` has.
 
-        `asks`: the script asks which step it is at, and so can begin its own numbers with it.
+        `asks`: the script asks which step it is at, and so can begin its own numbers with it. `has`: whether
+        a tensor or container is kept anyway.
         """
         self._looks += 1
-        kept = {_mark(one) for one in _numbers(state)}
+        kept = {_mark(one, has) for one in _numbers(state)}
+        inside = set(_ids(state))
         for frame in frames:
             code = frame.f_code
             self._carried |= {(code, name) for name in carried(code, frame.f_lasti)}
-            for name, one in variables(frame, _is_number).items():
-                self._seen[code, name].append(_mark(one))
-                self._kept[code, name] += _mark(one) in kept
+            self._only_read |= {(code, name) for name in only_read(code, frame.f_lasti)}
+            for name, one in variables(frame, _is_data).items():
+                mark = None if id(one) in inside else _mark(one, has)
+                self._seen[code, name].append(mark)
+                self._kept[code, name] += mark in kept
         if self._looks == LOOKS:
             self.done = True
             names = sorted({one[1] for one, marks in self._seen.items() if self._is_lost(one, marks, asks)})
@@ -68,7 +85,7 @@ class CarriedNumbers:
     def _is_lost(self, one: _Variable, marks: list[Any], asks: bool) -> bool:
         if len(marks) < LOOKS or self._kept[one] == LOOKS or len(set(marks)) == 1:
             return False
-        is_carried = one in self._carried
+        is_carried = one in self._carried or (one in self._only_read and marks[0] is not None)
         if all(type(mark) is int for mark in marks):
             by = {now - before for before, now in pairwise(marks)}
             if len(by) == 1:
@@ -86,18 +103,40 @@ def _is_number(value: Any) -> bool:
     return type(value) in _NUMBERS or (isinstance(value, torch.Tensor) and value.grad_fn is None)
 
 
+def _is_data(value: Any) -> bool:
+    is_number = type(value) in _NUMBERS
+    return is_number or isinstance(value, (torch.Tensor, *_CONTAINERS)) or attributes.is_array(value)
+
+
+def _items(value: Any) -> Iterable[Any]:
+    """Return what is in a container, unless that is too much to look at."""
+    if not isinstance(value, _CONTAINERS) or len(value) > MANY:
+        return ()
+    return value.values() if isinstance(value, Mapping) else value
+
+
 def _numbers(state: Any, depth: int = 0) -> Iterable[Any]:
     """Return those of a State, and of dicts and lists in it."""
     if _is_number(state):
         return [state]
-    inside = (
-        state.values() if isinstance(state, Mapping) else state if isinstance(state, list | tuple) else ()
-    )
-    if depth > DEPTH or len(inside) > MANY:
-        return []
-    return [one for item in inside for one in _numbers(item, depth + 1)]
+    return [one for item in _items(state) for one in _numbers(item, depth + 1)] if depth <= DEPTH else []
 
 
-def _mark(value: Any) -> Any:
-    """Return what tells a number from another one; of a tensor, which may be a device's, not its values."""
-    return (id(value), value._version) if isinstance(value, torch.Tensor) else value
+def _ids(state: Any, depth: int = 0) -> Iterable[int]:
+    """Return the ids of what is in a State, in dicts and lists in it, too, but for numbers."""
+    own = [] if type(state) in _NUMBERS else [id(state)]
+    return own + [one for item in _items(state) for one in _ids(item, depth + 1)] if depth <= DEPTH else own
+
+
+def _mark(value: Any, has: Has, depth: int = 0) -> Any:
+    """Return what tells data from what it was; of a tensor, which may be a device's, not its values."""
+    if type(value) in (*_NUMBERS, bool, str):
+        return value
+    if not _is_data(value) or has(value):
+        return None
+    if isinstance(value, torch.Tensor):
+        return id(value), private.version(value)
+    if attributes.is_array(value):
+        return id(value), xxhash.xxh3_64_intdigest(value.tobytes()) if value.nbytes <= SMALL else 0
+    items = _items(value) if depth <= DEPTH else ()
+    return id(value), len(value), tuple(_mark(item, has, depth + 1) for item in items)

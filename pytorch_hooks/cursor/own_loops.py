@@ -12,7 +12,7 @@ from typing import Any
 
 from torch.utils.data import DataLoader
 
-from ckptless.pytorch_hooks.cursor.carried import CarriedNumbers
+from ckptless.pytorch_hooks.cursor.carried import CarriedNumbers, Has
 from ckptless.pytorch_hooks.cursor.cursor import Knows
 from ckptless.pytorch_hooks.cursor.turns import is_in_loop, left_behind
 from ckptless.pytorch_hooks.state.reach import script_frames
@@ -106,12 +106,17 @@ class OwnLoops:
             "scheduler's step) is done again. Write for epoch in range(run.epoch, epochs)"
         )
 
-    def look_at_code(self, train: Callable[..., Any] | None, kept: Mapping[str, Any]) -> None:
-        """Look at the script's loops and their variables, at a step that the State has such plain data at."""
+    def look_at_code(
+        self, train: Callable[..., Any] | None, kept: Mapping[str, Any], has: Callable[[], Has]
+    ) -> None:
+        """Look at the script's loops and their variables, at a step that the State has such plain data at.
+
+        `has()`: see `CarriedNumbers.look`.
+        """
         if self._numbers.done:
             return
         frames = script_frames(train)
-        self._numbers.look(frames, kept, asks=self.knows_step)
+        self._numbers.look(frames, kept, asks=self.knows_step, has=has())
         if not self._is_late_known:
             self._is_late_known = True
             self._look_for_late(frames)

@@ -22,14 +22,26 @@ def carried(code: CodeType, at: int) -> frozenset[str]:
 
     And that it sets: liveness where the loop begins, of what is in the loop alone.
     """
+    return frozenset[str]().union(*(live & sets for live, sets in _of_loops(code, at)))
+
+
+@functools.cache
+def only_read(code: CodeType, at: int) -> frozenset[str]:
+    """Return those that a turn of a loop around it reads, and none sets: it may change what is in them."""
+    return frozenset[str]().union(*(live - sets for live, sets in _of_loops(code, at)))
+
+
+def _of_loops(code: CodeType, at: int) -> list[tuple[set[str], set[str]]]:
+    """Return, of each loop around an instruction, what is live where it begins, and what is set in it."""
     steps, jumps = _read(code)
-    found: set[str] = set()
+    found = []
     for begin, end in _loops(steps, jumps, at).items():
         loop = [one for one in steps if begin <= one.offset <= end]
         uses = {one.offset: _uses(one) for one in loop}
-        sets = {name for each in uses.values() for name, is_set in each if is_set}
-        found |= sets & _live(loop, jumps, uses)
-    return frozenset(found)
+        found.append(
+            (_live(loop, jumps, uses), {name for each in uses.values() for name, is_set in each if is_set})
+        )
+    return found
 
 
 Place: TypeAlias = tuple[tuple[CodeType, int], ...]

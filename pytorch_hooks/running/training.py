@@ -828,7 +828,9 @@ class Run:
         self._page.enter(COMMIT)
         if self.generation == 1 and not self.counts_epochs:
             # Later ones have nothing new to tell.
-            self._own_loops.look_at_code(self._outside.train, parts_of(self._kept.state).data)
+            kept = self._kept
+            has = partial(kept.look.has, kept.tensors)
+            self._own_loops.look_at_code(self._outside.train, parts_of(kept.state).data, has)
             self._own_loops.stepped()
         due = self._cadence.is_due(step)
         self._cadence.meter.held_up(self._versions.held_s())

@@ -5,7 +5,7 @@ first step and when whatever is made lazily is there, and then now and then (`is
 """
 
 from collections import deque
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from itertools import islice
 from types import FunctionType, MethodType
 from typing import Any
@@ -103,6 +103,18 @@ class SecondLook:
             # What an adapter's object says that it does not have of the script's.
             for place, value in getattr(one, "ckptless_leaves_out", dict)().items():
                 yield f"{name}.{place}", value
+
+    def has(self, tensors: TensorSet) -> Callable[[Any], bool]:
+        """Return who tells what the State has: also views of its tensors, and its optimizers' groups."""
+        own = {id(given) for one in parts_of(self._state).optimizers.values() for given in _own_of(one)}
+        ids = {*self.known(), *own}
+        storages = {private.storage(tensor) for tensor in tensors.living.values()}
+
+        def has(one: Any) -> bool:
+            is_stock = type(one) in (torch.Tensor, torch.nn.Parameter) and one.layout is torch.strided
+            return id(one) in ids or (is_stock and private.storage(one) in storages)
+
+        return has
 
     def at_modules(self) -> None:
         """Attributes of modules that training changes: they are saved from now on. Before a restore, too."""
@@ -238,6 +250,12 @@ class _Watched:
             if self._large.setdefault(key, version) != version:
                 found = key
         return found
+
+
+def _own_of(optimizer: Any) -> Iterator[Any]:
+    yield optimizer.state
+    yield optimizer.param_groups
+    yield from optimizer.param_groups
 
 
 def _items(tree: Any, depth: int = 0) -> Iterator[Any]:

@@ -3,15 +3,19 @@
 from __future__ import annotations
 
 import time
+from collections import deque
 from collections.abc import Callable
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 
 from ckptless.pytorch_hooks.cursor.carried import LOOKS, CarriedNumbers
 from ckptless.pytorch_hooks.cursor.turns import carried
+from ckptless.pytorch_hooks.state import State, TensorSet
 from ckptless.pytorch_hooks.state.reach import script_frames
+from ckptless.pytorch_hooks.state.second_look import SecondLook
 
 Commit = Callable[..., None]
 STEPS = LOOKS + 2
@@ -103,6 +107,42 @@ def clocks(commit: Commit) -> None:
         assert took_s >= 0
 
 
+def in_place(commit: Commit) -> None:
+    """Changes what is in its variables, and sets some anew."""
+    curve: list[float] = []
+    window: deque[torch.Tensor] = deque(maxlen=3)
+    sums = {"loss": 0.0, "means": {"now": 1.0}}
+    center, counts, hidden = torch.zeros(2), np.zeros(3), (torch.zeros(1), torch.zeros(1))
+    weight = torch.ones(1, requires_grad=True)
+    for loss in losses():
+        curve.append(loss)
+        window.append(torch.full((2,), loss))
+        sums["means"]["now"] *= 0.5  # type: ignore[index]
+        center.mul_(0.9).add_(loss)
+        counts += loss
+        hidden = (weight * hidden[0].detach() + loss, hidden[1])
+        commit()
+
+
+def changes_nothing(commit: Commit) -> None:
+    rates, table, names, frozen = [0.1, 0.2], {"a": (1, 2)}, deque(["x"]), np.arange(3)
+    images = [torch.ones(2)]
+    for number, loss in enumerate(losses()):
+        batch = [image * loss for image in images]
+        metrics = {"loss": loss, "rate": rates[number % 2], "more": table["a"], "frozen": frozen}
+        commit()
+        assert len(batch) == len(names) < len(metrics)
+
+
+def has_it_in_the_state(commit: Commit) -> None:
+    state: dict[str, Any] = {"replay": deque(maxlen=9), "inner": {"curve": []}}
+    replay, curve = state["replay"], state["inner"]["curve"]
+    for loss in losses():
+        replay.append(loss)
+        curve.append(loss)
+        commit(state)
+
+
 def goes_on(commit: Commit) -> None:
     """As the docs have it."""
     state: dict[str, Any] = {"best": 1e9, "numbers": {"mean": 0.0}}
@@ -126,6 +166,9 @@ def goes_on(commit: Commit) -> None:
         (counts_samples, True, "samples"),
         (clocks, True, ""),
         (goes_on, True, ""),
+        (in_place, True, "center and counts and curve and hidden and sums and window"),
+        (changes_nothing, True, ""),
+        (has_it_in_the_state, True, ""),
     ],
 )
 def test_what_is_told(train: Callable[[Commit], None], asks: bool, names: str) -> None:
@@ -149,3 +192,31 @@ def test_only_of_loops_that_are_under_way() -> None:
 
     code = before.__code__
     assert carried(code, 0) == carried(code, len(code.co_code) - 2) == frozenset()
+
+
+def test_what_a_state_has_is_nobodys_own() -> None:
+    """Aliases of its tensors, views of these, and the groups of its optimizer."""
+    model = torch.nn.Linear(2, 1)
+    optimizer = torch.optim.AdamW(model.parameters(), lr=0.1)
+    state = State(model=model, optimizer=optimizer)
+    tensors = TensorSet(state)
+    look = SecondLook(state, tensors.names)
+    told: list[str] = []
+    numbers = CarriedNumbers(told.append)
+
+    def train() -> None:
+        parameters, groups, live = list(model.parameters()), optimizer.param_groups, model.state_dict()
+        average = {name: tensor.clone() for name, tensor in live.items()}
+        for loss in losses():
+            for parameter in parameters:
+                parameter.grad = torch.full_like(parameter, loss)
+            for group in groups:
+                group["lr"] *= 0.9
+            optimizer.step()
+            for name, tensor in average.items():
+                tensor.lerp_(live[name], 0.1)
+            if not numbers.done:
+                numbers.look(script_frames(train), {}, asks=True, has=look.has(tensors))
+
+    train()
+    assert [text.partition(":")[0] for text in told] == ["average"]
