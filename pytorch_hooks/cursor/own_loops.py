@@ -31,8 +31,8 @@ class OwnLoops:
 
     Where iterators of DataLoaders give batches to one step after the other; an evaluation's ends before the
     next commit. Of torchdata's StatefulDataLoader a State may have the position: it is left out. Where epoch
-    follows epoch, and nobody has asked which. And where the first step has taken a batch more than others. A
-    script may have its own ways to go on, so that none of it is an error.
+    follows epoch, and nobody has asked which. Where the first step has taken a batch more than others, or
+    others have taken none. A script may have its own ways to go on, so that none of it is an error.
     """
 
     def __init__(self, tell: Callable[[str], None], tell_late: Callable[[str], None]) -> None:
@@ -75,6 +75,11 @@ class OwnLoops:
                 "the script seems to take a batch ahead of the step that trains on it: the commit of the "
                 "step before counts it as done, and after a fault nobody trains on it unless the State has "
                 "it. Take it behind run.commit, and let the workers of a DataLoader make batches ahead"
+            )
+        elif len(self._pace) == PACE and first and 0 in others:
+            self._tell(
+                "the script makes several steps of one batch: after a fault between two of them it goes on "
+                "with the next batch. Commit behind the last of them, or keep the batch in the State"
             )
 
     @property
