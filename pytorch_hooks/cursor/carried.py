@@ -9,8 +9,8 @@ from __future__ import annotations
 
 import time
 from collections import Counter, defaultdict, deque
-from collections.abc import Callable, Iterable, Mapping
-from itertools import pairwise
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from itertools import islice, pairwise
 from types import CodeType, FrameType
 from typing import Any, TypeAlias
 
@@ -26,8 +26,8 @@ LOOKS = 4
 # A float is a time where it is so near to a clock, and larger than that: a loss is not.
 CLOCK_S = 1000.0
 _CLOCKS = (time.time, time.monotonic, time.perf_counter)
-# Of the State, and of a variable, so much is looked at.
-DEPTH, MANY, SMALL = 3, 1000, 64 << 10
+# So much is looked at, of the State and a variable: so deep, so many of a container and in all, and bytes.
+DEPTH, MANY, MOST, SMALL = 3, 1000, 10_000, 64 << 10
 _Variable: TypeAlias = tuple[CodeType, str]
 _NUMBERS = (int, float, complex)
 _CONTAINERS = (list, tuple, dict, deque)
@@ -62,8 +62,9 @@ class CarriedNumbers:
         a tensor or container is kept anyway.
         """
         self._looks += 1
-        kept = {_mark(one, has) for one in _numbers(state)}
-        inside = set(_ids(state))
+        given = [state, *(one for part in state.values() for one in islice(_walk(part), MOST))]
+        kept = {_mark(one, has) for one in given if _is_number(one)}
+        inside = {id(one) for one in given if type(one) not in _NUMBERS}
         for frame in frames:
             code = frame.f_code
             self._carried |= {(code, name) for name in carried(code, frame.f_lasti)}
@@ -108,24 +109,19 @@ def _is_data(value: Any) -> bool:
     return is_number or isinstance(value, (torch.Tensor, *_CONTAINERS)) or attributes.is_array(value)
 
 
-def _items(value: Any) -> Iterable[Any]:
-    """Return what is in a container, unless that is too much to look at."""
+def _items(value: Any) -> tuple[Any, ...]:
+    """Return what is in a container, unless that is too much; at once, as another thread may change it."""
     if not isinstance(value, _CONTAINERS) or len(value) > MANY:
         return ()
-    return value.values() if isinstance(value, Mapping) else value
+    return tuple(value.values() if isinstance(value, Mapping) else value)
 
 
-def _numbers(state: Any, depth: int = 0) -> Iterable[Any]:
-    """Return those of a State, and of dicts and lists in it."""
-    if _is_number(state):
-        return [state]
-    return [one for item in _items(state) for one in _numbers(item, depth + 1)] if depth <= DEPTH else []
-
-
-def _ids(state: Any, depth: int = 0) -> Iterable[int]:
-    """Return the ids of what is in a State, in dicts and lists in it, too, but for numbers."""
-    own = [] if type(state) in _NUMBERS else [id(state)]
-    return own + [one for item in _items(state) for one in _ids(item, depth + 1)] if depth <= DEPTH else own
+def _walk(value: Any, depth: int = 0) -> Iterator[Any]:
+    """Yield it, and what is in it, in containers in it, too."""
+    yield value
+    if depth <= DEPTH:
+        for item in _items(value):
+            yield from _walk(item, depth + 1)
 
 
 def _mark(value: Any, has: Has, depth: int = 0) -> Any:
@@ -138,5 +134,6 @@ def _mark(value: Any, has: Has, depth: int = 0) -> Any:
         return id(value), private.version(value)
     if attributes.is_array(value):
         return id(value), xxhash.xxh3_64_intdigest(value.tobytes()) if value.nbytes <= SMALL else 0
-    items = _items(value) if depth <= DEPTH else ()
+    is_large = not depth and sum(1 for _ in islice(_walk(value), MOST + 1)) > MOST
+    items = () if is_large or depth > DEPTH else _items(value)
     return id(value), len(value), tuple(_mark(item, has, depth + 1) for item in items)

@@ -11,7 +11,7 @@ import numpy as np
 import pytest
 import torch
 
-from ckptless.pytorch_hooks.cursor.carried import LOOKS, CarriedNumbers
+from ckptless.pytorch_hooks.cursor.carried import LOOKS, MANY, CarriedNumbers
 from ckptless.pytorch_hooks.cursor.turns import carried
 from ckptless.pytorch_hooks.state import State, TensorSet
 from ckptless.pytorch_hooks.state.reach import script_frames
@@ -134,6 +134,16 @@ def changes_nothing(commit: Commit) -> None:
         assert len(batch) == len(names) < len(metrics)
 
 
+def large(commit: Commit) -> None:
+    """Containers of which only the length is looked at, and data that would take long to look through."""
+    samples = list(range(2 * MANY))
+    table = [[[0.0] * 30 for _ in range(30)] for _ in range(MANY)]
+    for loss in losses():
+        samples.append(int(loss))
+        table[0][0][0] += loss
+        commit()
+
+
 def has_it_in_the_state(commit: Commit) -> None:
     state: dict[str, Any] = {"replay": deque(maxlen=9), "inner": {"curve": []}}
     replay, curve = state["replay"], state["inner"]["curve"]
@@ -168,6 +178,7 @@ def goes_on(commit: Commit) -> None:
         (goes_on, True, ""),
         (in_place, True, "center and counts and curve and hidden and sums and window"),
         (changes_nothing, True, ""),
+        (large, True, "samples"),
         (has_it_in_the_state, True, ""),
     ],
 )
