@@ -86,7 +86,9 @@ class CarriedNumbers:
     def _is_lost(self, one: _Variable, marks: list[Any], asks: bool) -> bool:
         if len(marks) < LOOKS or self._kept[one] == LOOKS or len(set(marks)) == 1:
             return False
-        is_carried = one in self._carried or (one in self._only_read and marks[0] is not None)
+        # What a loop around that one sets anew is another thing, not a changed one.
+        is_same = all(type(mark) is tuple and mark[0] == marks[0][0] for mark in marks)
+        is_carried = one in self._carried or (one in self._only_read and is_same)
         if all(type(mark) is int for mark in marks):
             by = {now - before for before, now in pairwise(marks)}
             if len(by) == 1:

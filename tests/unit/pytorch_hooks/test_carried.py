@@ -134,6 +134,15 @@ def changes_nothing(commit: Commit) -> None:
         assert len(batch) == len(names) < len(metrics)
 
 
+def several_steps_of_one(commit: Commit) -> None:
+    """The inner loop reads what the outer one sets anew."""
+    for loss in losses():
+        batch, rates = torch.full((2,), loss), [loss]
+        for _ in range(2):
+            assert (batch * rates[0]).numel()
+            commit()
+
+
 def large(commit: Commit) -> None:
     """Containers of which only the length is looked at, and data that would take long to look through."""
     samples = list(range(2 * MANY))
@@ -178,6 +187,7 @@ def goes_on(commit: Commit) -> None:
         (goes_on, True, ""),
         (in_place, True, "center and counts and curve and hidden and sums and window"),
         (changes_nothing, True, ""),
+        (several_steps_of_one, True, ""),
         (large, True, "samples"),
         (has_it_in_the_state, True, ""),
     ],
