@@ -169,7 +169,7 @@ heads = st.one_of(
 
 
 def of_payload(payload: bytes, more: int) -> bytearray:
-    return bytearray(struct.pack("<4sHHQ", b"CKBT", 1, 0, len(payload)) + payload + bytes(more))
+    return bytearray(struct.pack("<4sHHQ", b"CKBT", codec.VERSION, 0, len(payload)) + payload + bytes(more))
 
 
 @FEW
