@@ -34,7 +34,7 @@ _CONTAINERS = (list, tuple, dict, deque)
 Has: TypeAlias = Callable[[Any], bool]
 
 
-class CarriedNumbers:
+class CarriedData:
     """Tells of them, once, and is `done` then. Main thread only."""
 
     def __init__(self, tell: Callable[[str], None]) -> None:

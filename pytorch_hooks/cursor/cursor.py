@@ -142,14 +142,14 @@ class Cursors:
         self._current: set[str] = set()
         self._left: set[str] = set()
         self._behind: set[str] = set()
-        # Since then, what was given for each loader last; the one whose loop has ended last, and those of the
-        # same step, which have given no batch to another one since.
+        # Since the training function was entered, what was given for each loader last; the one whose loop has
+        # ended last, and those of the same step, which have given no batch to another one since.
         self._found: dict[str, weakref.ref[Iterator[Any]]] = {}
         self._ended = ""
         self._beside: set[str] = set()
         # Where the one without a name was asked for last.
         self._unnamed: Place = ()
-        # The loaders that what was restored is in the middle of; the same until one of them is asked for;
+        # The loaders that what was restored is in the middle of; the same until the loop over one begins;
         # and all that have trained, until they go on.
         self._cut_off: frozenset[str] = frozenset()
         self._middle = self._cut_off

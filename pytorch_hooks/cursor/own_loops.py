@@ -12,7 +12,7 @@ from typing import Any
 
 from torch.utils.data import DataLoader
 
-from ckptless.pytorch_hooks.cursor.carried import CarriedNumbers, Has
+from ckptless.pytorch_hooks.cursor.carried import CarriedData, Has
 from ckptless.pytorch_hooks.cursor.cursor import Knows
 from ckptless.pytorch_hooks.cursor.turns import is_in_loop, left_behind
 from ckptless.pytorch_hooks.state.reach import script_frames
@@ -38,7 +38,7 @@ class OwnLoops:
     def __init__(self, tell: Callable[[str], None], tell_late: Callable[[str], None]) -> None:
         self._tell, self._tell_late = tell, tell_late
         self._is_late_known = False
-        self._numbers = CarriedNumbers(tell)
+        self._data = CarriedData(tell)
         # Since the training function was entered: whether the script has asked for the epoch, and whether for
         # the step. `asked`: for the step, since the last epoch ended.
         self.knows_epochs = self.knows_step = self.asked = False
@@ -116,12 +116,12 @@ class OwnLoops:
     ) -> None:
         """Look at the script's loops and their variables, at a step that the State has such plain data at.
 
-        `has()`: see `CarriedNumbers.look`.
+        `has()`: see `CarriedData.look`.
         """
-        if self._numbers.done:
+        if self._data.done:
             return
         frames = script_frames(train)
-        self._numbers.look(frames, kept, asks=self.knows_step, has=has())
+        self._data.look(frames, kept, asks=self.knows_step, has=has())
         if not self._is_late_known:
             self._is_late_known = True
             self._look_for_late(frames)

@@ -389,7 +389,7 @@ def _leave_our_frames_out(error: BaseException) -> None:
 def preload(modules: list[str]) -> wire.Ready:
     """Import `modules` in order and get the process ready to fork."""
     open_before = _open_fds()
-    # What is loaded stays: to look through it again and again takes a quarter of torch's import, and the
+    # What is loaded stays: to look through it again and again takes a fifth of torch's import, and the
     # collector's writes are to be kept off the pages that every rank shares with us.
     gc.disable()
     for module in modules:

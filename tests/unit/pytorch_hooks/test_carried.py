@@ -11,7 +11,7 @@ import numpy as np
 import pytest
 import torch
 
-from ckptless.pytorch_hooks.cursor.carried import LOOKS, MANY, CarriedNumbers
+from ckptless.pytorch_hooks.cursor.carried import LOOKS, MANY, CarriedData
 from ckptless.pytorch_hooks.cursor.turns import carried
 from ckptless.pytorch_hooks.state import State, TensorSet
 from ckptless.pytorch_hooks.state.reach import script_frames
@@ -194,7 +194,7 @@ def goes_on(commit: Commit) -> None:
 )
 def test_what_is_told(train: Callable[[Commit], None], asks: bool, names: str) -> None:
     told: list[str] = []
-    numbers = CarriedNumbers(told.append)
+    numbers = CarriedData(told.append)
 
     def commit(state: dict[str, Any] | None = None) -> None:
         if not numbers.done:
@@ -223,7 +223,7 @@ def test_what_a_state_has_is_nobodys_own() -> None:
     tensors = TensorSet(state)
     look = SecondLook(state, tensors.names)
     told: list[str] = []
-    numbers = CarriedNumbers(told.append)
+    numbers = CarriedData(told.append)
 
     def train() -> None:
         parameters, groups, live = list(model.parameters()), optimizer.param_groups, model.state_dict()
